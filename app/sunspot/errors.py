@@ -1,4 +1,4 @@
-"""Defines the errors that users can see, and their exit codes. Ends a process with the exit code of its error."""
+"""Defines the errors that users can see, with their exit codes, and ends a process with the exit code of its error."""
 
 import contextlib
 import os
@@ -35,8 +35,10 @@ functions."""
 
 
 class SunspotError(Exception):
-    """An error with a message that tells the user what happened, the value seen, and the fix. Secrets in it are
-    hidden."""
+    """An error whose message tells users what happened, the value seen, and the fix.
+
+    Secrets in the message are hidden.
+    """
 
     exit_code = 1
 
@@ -75,7 +77,7 @@ class StorageError(SunspotError):
 
 
 class RefusedStorageError(StorageError):
-    """Storage rejects a request because of credentials, permissions or the bucket's name, or lacks a feature."""
+    """Storage rejects a request because of credentials, permissions, the bucket's name or an unsupported feature."""
 
     final = True
 
@@ -97,13 +99,13 @@ class TrackingError(SunspotError):
 
 
 class GaveUpError(SunspotError):
-    """The time limit of a wait has passed. The operation itself continues."""
+    """Waiting for an operation took longer than the time limit. The operation itself continues."""
 
     exit_code = 5
 
 
 class ConflictError(SunspotError):
-    """The run in storage was started with other settings."""
+    """Stored data conflicts with this run, for example because the run was started with other settings."""
 
     exit_code = 6
     final = True
@@ -120,7 +122,7 @@ class DivergedError(SunspotError):
 
 
 class DamageError(SunspotError):
-    """Stored data does not match its record."""
+    """Stored data is damaged or missing."""
 
     exit_code = 7
 
@@ -132,7 +134,7 @@ class TooLargeError(SunspotError):
 
 
 class TerminatedError(KeyboardInterrupt):
-    """SIGTERM or SIGHUP ended the program like Ctrl-C does. The run can continue from its newest state."""
+    """SIGTERM or SIGHUP ended the program, as Ctrl-C does. The run can continue from its newest state."""
 
     def __init__(self, message: str = "", number: int = signal.SIGTERM) -> None:
         """Store the signal's `number`, which determines the exit code."""
@@ -145,9 +147,9 @@ class EndAtOnceError(KeyboardInterrupt):
 
 
 def find_in(error: BaseException) -> SunspotError | None:
-    """Return `error` if it is a `SunspotError`, or else the `SunspotError` that its text quotes, or None.
+    """Return the `SunspotError` that an error's text quotes, or else `error` if it is a `SunspotError`, or None.
 
-    Ray only keeps the text of an error that a task raises.
+    Ray keeps only the text of an error that a task raises.
     """
     carried = re.findall(rf"^{re.escape(__name__)}\.(\w+): (.*)$", str(error), re.MULTILINE)
     if carried:
@@ -183,7 +185,7 @@ def without_secrets(text: str) -> str:
 
 
 def _secrets() -> list[str]:
-    """Return every credential in the environment, longest first, in each form in which an error can quote it."""
+    """Return all credentials in the environment, longest first, in every form in which an error may quote them."""
     from urllib.parse import quote
 
     from sunspot.credentials import CREDENTIAL
@@ -260,6 +262,6 @@ def _refuse_output(failure: OSError) -> int:
 
 
 def _complain(text: str) -> None:
-    """Print a text on stderr, if stderr can be written."""
+    """Print text on stderr, unless writing to stderr fails."""
     with contextlib.suppress(OSError):
         print(text, end="", file=sys.stderr, flush=True)

@@ -27,7 +27,7 @@ def plural(number: int, what: str) -> str:
 
 
 def brief(text: str, most: int = 60) -> str:
-    """Shorten a text to its first `most` characters, for use in a message."""
+    """Shorten text to its first `most` characters, for use in a message."""
     return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
 
 

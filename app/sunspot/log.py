@@ -39,7 +39,7 @@ def sent_warnings(send: Callable[[str], object]) -> Iterator[None]:
 
 
 def warn_once(log: logging.Logger, text: str) -> None:
-    """Log a warning only the first time. Callers can meet the same problem every few seconds."""
+    """Log a warning unless it was logged before, because a caller may find the same problem every few seconds."""
     if (log.name, text) not in WARNED:
         WARNED.add((log.name, text))
         log.warning("%s", text)

@@ -28,7 +28,7 @@ MAX_NAMED_CLASSES = 20
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a run."""
+    """The data, steps and other facts of a run that are decided before it starts."""
 
     settings: Settings
     source: Source
@@ -50,7 +50,7 @@ class Plan:
 
     @cached_property
     def pass_limit(self) -> int:
-        """Maximum number of rows in a forward pass: MICRO_BATCH_SIZE, or a worker's share if all workers train.
+        """Maximum number of rows in a forward pass: MICRO_BATCH_SIZE, or a worker's share of a step with all workers.
 
         After the loss of a worker, the other workers get larger shares but need no more memory, because they accumulate
         gradients.
@@ -68,9 +68,10 @@ class Plan:
 
     @property
     def pass_rows(self) -> int:
-        """Number of rows in every forward pass if COMPILE is on, regardless of the number of workers.
+        """Number of rows in every forward pass if COMPILE is on, or 0 if the passes vary in size.
 
-        0 if the passes vary in size."""
+        This does not depend on the number of workers.
+        """
         return 0 if self.settings.compile == "off" else self.pass_limit
 
     def find_order(self) -> str:
@@ -91,9 +92,9 @@ class Resources:
 
 
 def make_plan(settings: Settings, task: Task) -> Plan:
-    """Return the plan of a run with this task and these settings. Reads the size of the data.
+    """Open the data, and return the plan of a run with this task and these settings.
 
-    Raises `DataError` if there are too few data for training, and `SettingsError` if a setting does not fit the data.
+    Raises `DataError` if the data are unsuitable for training, and `SettingsError` if a setting does not fit the data.
     """
     source, test = open_rows_of_task(settings, task)
     unrated = task.train is not None and task.loss is None
@@ -162,9 +163,10 @@ def make_plan(settings: Settings, task: Task) -> Plan:
 
 
 def can_outlive(settings: Settings, task: Task) -> bool:
-    """Return True if workers keep training after another worker is lost.
+    """Return True if workers can keep training after another worker is lost.
 
-    Each worker needs access to all rows, and the task must allow it.
+    This requires LOADER=torch, a single node group, and a task that does not need all workers. SURVIVORS=off disables
+    it.
     """
     if settings.survivors == "off" or task.needs_all_workers:
         return False
@@ -172,21 +174,21 @@ def can_outlive(settings: Settings, task: Task) -> bool:
 
 
 def lay_out(source: Source, steps: Steps) -> EpochLayout:
-    """Return the division of a run's epochs into steps and, in a mixture, into sources."""
+    """Return how a run's epochs are divided into steps and, in a mixture, into sources."""
     mixed = zip(source.sources, source.mixture, strict=True) if isinstance(source, MixedSource) else ()
     sources = tuple(SourceRows(each.location, rows_in(part), each.weight) for part, each in mixed)
     return EpochLayout(steps.rows, steps.per_epoch, steps.batch, sources)
 
 
 def describe_batch(steps: Steps) -> str:
-    """Return a description of a step's rows. A small dataset has fewer rows than GLOBAL_BATCH_SIZE."""
+    """Describe the rows of a step, which are the whole dataset if it is smaller than GLOBAL_BATCH_SIZE."""
     if steps.rows >= steps.batch:
         return f"{steps.batch} rows"
     return f"{steps.rows} rows, the whole dataset (SUNSPOT_GLOBAL_BATCH_SIZE={steps.batch})"
 
 
 def describe_ways_to_evaluate(task: Task) -> str:
-    """Return a description of how a run of this task can get held-out rows."""
+    """Return advice on how to give a run of this task held-out rows."""
     own = "return train and test from build_dataset"
     share = "hold out a tenth of the rows with SUNSPOT_TEST_SHARE=0.1"
     if "test_share" in task.unread:
@@ -197,7 +199,7 @@ def describe_ways_to_evaluate(task: Task) -> str:
 
 
 def describe_share(settings: Settings, test: Source) -> str:
-    """Return a note about TEST_SHARE for the line about held-out rows, or an empty string."""
+    """Return a note about the effect of TEST_SHARE on the held-out rows, or an empty string if it is not set."""
     share = f"SUNSPOT_TEST_SHARE={settings.test_share:g}"
     parts = test.sources if isinstance(test, MixedSource) else (test,)
     held_out = [isinstance(part, RowSubset) for part in parts]
@@ -209,7 +211,7 @@ def describe_share(settings: Settings, test: Source) -> str:
 def describe_classes(source: Source) -> str:
     """Return a description of the classes with their number and names.
 
-    It also says how many classes have rows, unless all classes do.
+    If some classes have no rows, it also says how many classes have rows.
     """
     classes, names = source.classes, ModelData.of(source).class_names
     if not classes:
@@ -251,7 +253,7 @@ def choose_resources(settings: Settings, cluster: dict[str, float], nodes: int) 
     if settings.loader == "ray" and nodes == 1 and left <= 0:
         raise SettingsError(
             f"SUNSPOT_RESOURCES_PER_WORKER={json.dumps(given)}: {workers} workers take all {cores:g} cores, and "
-            "SUNSPOT_LOADER=ray would wait forever for one; give each worker fewer cores, or leave the setting empty"
+            "SUNSPOT_LOADER=ray would wait forever for a core; give each worker fewer cores, or leave the setting empty"
         )
     threads = max(1, math.floor(per_worker.get("CPU", 1)))
     shown = ", ".join(f"{amount:g} {name}" for name, amount in sorted(per_worker.items()))

@@ -30,7 +30,7 @@ def test_workers_and_readers_fit_onto_any_number_of_cores(cores: int, workers: i
 
 def test_resources_that_leave_no_core_for_reading_are_rejected() -> None:
     settings = load_settings({"LOADER": "ray", "RESOURCES_PER_WORKER": '{"CPU": 1}'})
-    with pytest.raises(SettingsError, match="SUNSPOT_LOADER=ray would wait forever for one"):
+    with pytest.raises(SettingsError, match="SUNSPOT_LOADER=ray would wait forever for a core"):
         choose_resources(settings, {"CPU": 2}, nodes=1)
 
 

@@ -1,4 +1,4 @@
-"""The `Source` protocol, through which loaders read rows, and the record of a model's data in checkpoints."""
+"""Defines the `Source` protocol, through which loaders read rows, and the facts about a model's data in checkpoints."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ SAMPLED_ROWS = 64
 
 
 class Source(Protocol):
-    """Rows in row groups, usually images with labels. A row group is the unit of reading.
+    """Rows of a dataset, usually images with labels. They are divided into row groups, and each read is from one group.
 
-    A source must be picklable, because Ray tasks get a copy. It can have three more attributes: `class_names`, indexed
-    by label, `scales`, which is True if images are scaled to `shape`, and `notes`, which a run prints before its first
-    step.
+    A source must be picklable, because Ray tasks get a copy. It can have three more attributes: `class_names` (indexed
+    by label), `scales` (True if images are scaled to `shape`) and `notes` (lines that a run prints before its first
+    step).
 
     A task's own `find_sources` can return sources with any columns. `build_model` gets the source, so that it can use
     `shape` and `classes`.
@@ -43,7 +43,7 @@ class Source(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The channels, height and width of each image. For other rows, whatever the task needs."""
+        """The channels, height and width of each image. If rows are not images, the task decides what this is."""
 
     @property
     def classes(self) -> int:
@@ -51,16 +51,16 @@ class Source(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """A digest of the files, row groups and shape, then a '-' and a digest of samples of the content.
+        """A digest of the files, row groups and shape, a '-', and a digest of samples of the content.
 
         Older versions recorded only the part before the '-'.
         """
 
     def read(self, group: int, rows: np.ndarray | None = None) -> dict[str, np.ndarray]:
-        """Read `image`, uint8 [n, C, H, W], and `label`, int64 [n], of a row group. Rows can lack labels.
+        """Return the columns of a row group: `image`, uint8 [n, C, H, W], and `label`, int64 [n], if there are labels.
 
-        With `rows`, which are positions in the group, only these rows are decoded and returned, in that order. This
-        method is thread-safe, and the arrays can be read-only views. Raises `DataError` or `StorageError`.
+        `rows` are positions in the group. If they are given, only these rows are decoded and returned, in this order.
+        This method is thread-safe, and the arrays can be read-only views. Raises `DataError` or `StorageError`.
         """
 
     def where(self, group: int, row: int) -> str:
@@ -94,7 +94,10 @@ An RGB image of 6000 x 6000 pixels has fewer values.
 
 @dataclass(frozen=True)
 class ModelData:
-    """The record of a model's training data that its checkpoints contain. Rows to predict are read in the same way."""
+    """Facts about a model's training data, as recorded in its checkpoints.
+
+    Rows are read in the same way for predictions.
+    """
 
     shape: tuple[int, ...]
     classes: int
@@ -104,17 +107,17 @@ class ModelData:
 
     @classmethod
     def of(cls, source: Source) -> ModelData:
-        """Return the record for training rows."""
+        """Return the facts about a source of training rows."""
         names = getattr(source, "class_names", ())
         return cls(tuple(source.shape), source.classes, tuple(names), getattr(source, "scales", False))
 
     def record(self) -> dict[str, Any]:
-        """Return the record as JSON values for a checkpoint."""
+        """Return the facts as JSON values, for a checkpoint's record."""
         return asdict(self) | {"shape": list(self.shape), "class_names": list(self.class_names)}
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> ModelData:
-        """Return the data from a checkpoint's record.
+        """Return the facts from a checkpoint's record.
 
         Raises `KeyError`, `TypeError` or `ValueError` if the record is invalid.
         """
@@ -148,7 +151,7 @@ class EmptySource(ModelData):
 
 
 class PredictionSettings(Settings):
-    """Settings for opening rows that a run's model predicts. The rows can lack labels or have different classes.
+    """Settings for opening the rows of a prediction. These rows can lack labels or have classes unknown to the model.
 
     A task's `find_sources` takes only settings, so these settings carry the model's data to `open_table`.
     """
@@ -162,7 +165,7 @@ class PredictionSettings(Settings):
 
 
 def predicting_model(settings: Settings) -> ModelData | None:
-    """Return the data of the model that predicts the rows, or None if the rows are for training."""
+    """Return the data of the model that makes the predictions, or None if the rows are for training."""
     return settings.predicting_model if isinstance(settings, PredictionSettings) else None
 
 
@@ -197,7 +200,7 @@ def notes_on(*sources: Source | None) -> list[str]:
 def read_rows(source: Source, first: int, last: int) -> dict[str, np.ndarray]:
     """Read the rows with IDs `first` .. `last` - 1, and add the IDs as column `row`, int64 [n].
 
-    Raises whatever `Source.read` raises.
+    Raises the same errors as `Source.read`.
     """
     starts = np.cumsum([0, *source.row_groups])
     parts = [
@@ -209,7 +212,7 @@ def read_rows(source: Source, first: int, last: int) -> dict[str, np.ndarray]:
 
 
 def number_rows(dataset: Any, held_out: bool = False) -> RowNumbers:
-    """Return the row numbers of a dataset with `__len__` and `__getitem__`.
+    """Return a source of row numbers for a dataset with `__len__` and `__getitem__`.
 
     The result's `shape` is the number of columns.
     """
@@ -223,7 +226,7 @@ def number_rows(dataset: Any, held_out: bool = False) -> RowNumbers:
 
 
 def check_labels_match(train: Source, test: Source) -> None:
-    """Raise `DataError` if a model trained on `train` cannot be evaluated on `test`."""
+    """Raise `DataError` if `test` has a different shape from `train`, or labels that `train` does not have."""
     if train.shape != test.shape:
         raise DataError(
             f"{test.where(0, 0)}: the image has the shape {test.shape} (channels, height, width), but "

@@ -16,7 +16,7 @@ OTHER_HELD_OUT = ("val", "valid", "validation", "eval", "dev")
 
 
 class SplitFolders(NamedTuple):
-    """Sibling folders of training rows and held-out rows."""
+    """Two sibling folders, one with the training rows and one with the held-out rows."""
 
     train: str
     test: str
@@ -37,10 +37,10 @@ def pair_folders(names: Iterable[str], held_out: Collection[str] = HELD_OUT) -> 
 
 
 def refuse_mixed_splits(location: str, paths: Iterable[str], classes: Set[str] = frozenset()) -> None:
-    """Raise `DataError` if a folder seems to contain both training and held-out rows, judged by the names in `paths`.
+    """Raise `DataError` if the names in `paths` suggest that a folder contains both training and held-out rows.
 
-    Words inside names also count ("training_set" and "test_set"), unless both names are in `classes`. Those are class
-    folders, which can have names like "train station" and "test tube".
+    Longer names, such as "training_set" and "test_set", also count, unless either of them is in `classes`. A class
+    folder can have a name like "train station" or "test tube".
     """
     children: dict[str, set[str]] = defaultdict(set)
     for path in paths:

@@ -81,7 +81,7 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class TableSource:
-    """A `Source` of the declared columns. Files are read on demand."""
+    """A `Source` that reads the declared columns from files on demand."""
 
     location: str
     "The absolute path or URL of the dataset."
@@ -110,7 +110,7 @@ class TableSource:
     def shape(self) -> tuple[int, ...]:
         """The shape of the column `image`.
 
-        If there is no such column, this is the number of values in a row except its label.
+        If there is no such column, this is the number of values in a row, without the label.
         """
         if "image" in self.columns:
             return self.columns["image"].shape
@@ -125,10 +125,11 @@ class TableSource:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of names, groups and columns, then a '-' and a digest of the content.
+        """A digest of the file names, row groups and columns, a '-', and a digest of the content.
 
         The digest of the content covers all labels, the sizes of all row groups, and samples of the files' bytes. It
-        misses changes outside these samples that keep the file's size. The fingerprint does not depend on the location.
+        does not show a change outside these samples if the file's size stays the same. The fingerprint does not depend
+        on the location.
         """
         names = [name or os.path.basename(self.location) for name in self.files]
         image = self.columns.get("image")
@@ -157,7 +158,7 @@ class TableSource:
 
         If `enough` is set, reading stops once each column has at least that many values.
 
-        Raises whatever `read` raises, and `DataError` if the lists of a row have different lengths.
+        Raises the same errors as `read`, and `DataError` if the lists in a row differ in length.
         """
         columns = self._read_columns(group, None)
         parts = []
@@ -219,8 +220,8 @@ class TableSource:
 def open_table(settings: Settings, columns: Mapping[str, Column]) -> tuple[TableSource, TableSource | None]:
     """Open the training rows of DATASET and the held-out rows, if any, with the given columns.
 
-    Raises `StorageError`, `SettingsError` for an invalid column, or `DataError` for column types or labels that do not
-    fit. Other values are checked when they are read.
+    Raises `StorageError`, `SettingsError` if a column is declared incorrectly, or `DataError` if the types or labels in
+    a file do not match the columns. Other values are checked when they are read.
     """
     for name, column in columns.items():
         mistake = column.find_mistake()
@@ -256,7 +257,7 @@ class SplitLocations(NamedTuple):
 
 
 def locate_splits(dataset: str, test_dataset: str) -> SplitLocations:
-    """Return the locations of the training and held-out rows of DATASET and TEST_DATASET.
+    """Return where the training and held-out rows are, given DATASET and TEST_DATASET.
 
     If a location contains the folders `train` and `test`, the matching folder is used. TEST_DATASET takes precedence
     over a `test` folder in DATASET.
@@ -276,9 +277,10 @@ def locate_splits(dataset: str, test_dataset: str) -> SplitLocations:
 
 
 def check_training_rows(train: TableSource, locations: SplitLocations, model: ModelData | None) -> TableSource:
-    """Return the training rows with the notes about their location.
+    """Return the training rows with the notes of `locations` added.
 
-    Raises `DataError` if the class folders are at a deeper level than expected, unless a `model` predicts the rows.
+    Raises `DataError` if the class folders are at a deeper level than expected. This is not checked for predictions,
+    where `model` is set.
     """
     if PICTURES in train.files and LABEL in train.columns and model is None:
         open_pictures(train.location).folders.refuse_wrong_level()
@@ -286,7 +288,7 @@ def check_training_rows(train: TableSource, locations: SplitLocations, model: Mo
 
 
 def find_files(location: str) -> DatasetFiles:
-    """Return a dataset's files. This clears the cache of open files."""
+    """Return a dataset's files, and clear the cache of open files."""
     clear_file_cache()
     return find_snapshot(location) or list_files(location)
 
@@ -299,8 +301,8 @@ def open_rows(
 ) -> TableSource:
     """Open a dataset's files, and check their types, labels and CSV cells.
 
-    If `has_class_names` is set, numbers in CSV labels are names. If `model` is given, the rows are for its predictions
-    and need no labels.
+    If `has_class_names` is set, numbers in a CSV file's labels are class names. If `model` is given, the rows are for
+    its predictions and need no labels.
     """
     location = found.location
     paths = [join(location, name) for name in found.names]
@@ -332,7 +334,7 @@ def open_rows(
 
 
 class _FileSummary(NamedTuple):
-    """The summary of an opened file."""
+    """The row groups, labels and other facts that `open_rows` needs about a file."""
 
     groups: list[int]
     "The number of rows in each row group."
@@ -417,7 +419,7 @@ def find_column(schema: pa.Schema, name: str, path: str) -> pa.Field:
 
 
 def describe_columns(schema: pa.Schema, name: str) -> str:
-    """Return a list of a file's columns for a message. Names similar to `name` come first."""
+    """Return a list of a file's columns for a message. If there are many, names similar to `name` come first."""
     names = schema.names
     if len(names) > MAX_NAMED_COLUMNS:
         nearest = difflib.get_close_matches(name, names, n=3)
@@ -426,7 +428,7 @@ def describe_columns(schema: pa.Schema, name: str) -> str:
 
 
 def _how_to_name(schema: pa.Schema, name: str, path: str) -> str:
-    """Return the fix for a file that lacks a column."""
+    """Return how to fix a file that has no column `name`, as part of a message."""
     if name in (other.strip() for other in schema.names):
         return "remove the spaces around the column's name"
     if f"/{name}=" in path:

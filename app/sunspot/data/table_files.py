@@ -1,4 +1,4 @@
-"""One interface to all data formats: Parquet, CSV, JSON lines, Arrow files of `datasets`, tar shards, image folders."""
+"""Reads all data formats: Parquet, CSV, JSON Lines, Arrow files of Hugging Face datasets, tar shards, image folders."""
 
 import contextlib
 import io
@@ -73,7 +73,7 @@ HEADER_BYTES = 64 << 10
 
 
 class TableFile(ABC):
-    """An open file. Its methods raise Arrow's errors, which callers translate with `arrow_errors`."""
+    """A data file that is open for reading. Its methods may raise Arrow's errors, which `arrow_errors` translates."""
 
     schema: pa.Schema
     groups: list[int]
@@ -129,8 +129,8 @@ class ParquetTable(TableFile):
 class TarShard(ParquetTable):
     """A tar file of samples and its index, which is a Parquet file (`sunspot.data.tar_index`).
 
-    Classes and JSON fields are stored in the index. For each other file of a sample, the index contains its position
-    in the shard. Such files are read from the shard, in one range per row group, and the checksum of each sample is
+    Classes and JSON fields are stored in the index. For each other file of a sample, the index contains its position in
+    the shard. These files are read from the shard, with one read for each row group, and every sample's checksum is
     verified.
     """
 
@@ -198,7 +198,7 @@ class ArrowTable(TableFile):
 
 
 class TextTable(TableFile):
-    """A file of CSV or JSON lines, parsed into memory."""
+    """A CSV or JSON Lines file, which is parsed and kept in memory."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
@@ -280,7 +280,7 @@ class PictureFolder(TableFile):
     def find_dims(self, side: int) -> tuple[int, ...]:
         """Return [H, W] if all images are grey, otherwise [H, W, 3].
 
-        H and W are `side` if it is set, otherwise the size of all images, or USUAL_SIDE if their sizes differ.
+        H and W are `side` if it is set. Otherwise, they are the size of the images, or USUAL_SIDE if the sizes differ.
         """
         headers = map_parallel(self._read_header, self._names)
         refused = [header for header in headers if isinstance(header, DataError)]
@@ -307,12 +307,12 @@ class PictureFolder(TableFile):
 
 
 def group_sizes(rows: int, group_rows: int) -> list[int]:
-    """Return the sizes of groups of `group_rows` rows. The last group takes the remainder."""
+    """Divide `rows` rows into groups of `group_rows`, and return the groups' sizes. The last group can be smaller."""
     return [min(group_rows, rows - first) for first in range(0, rows, group_rows)]
 
 
 def rows_per_group(row_bytes: int) -> int:
-    """Return the number of rows in the row groups that `sunspot.data.convert` writes."""
+    """Return how many rows `sunspot.data.convert` writes to each row group, given the size of a row in bytes."""
     return min(MAX_GROUP_ROWS, max(MIN_GROUP_ROWS, GROUP_BYTES // max(1, row_bytes)))
 
 

@@ -1,12 +1,14 @@
 """Writes the index of a tar shard, so that `TarShard` in `table_files` can read its rows by number.
 
-A shard has the layout of WebDataset: 0001.jpg, 0001.cls and 0001.json are the members of sample 0001, and follow each
-other. Each sample is a row:
+A shard has the layout of WebDataset: 0001.jpg, 0001.cls and 0001.json are the members of sample 0001, and are next to
+each other in the file. Each sample becomes a row:
 
-  - A member with an image suffix is the column `image`.
-  - `cls` is the column `label`. If all labels of a shard are class numbers, they are integers, otherwise text.
-  - Each field of `json` is a column.
-  - Any other member is a column with the name of its suffix. It is text if its suffix is in TEXT, otherwise bytes.
+  - A member with an image suffix becomes the column `image`.
+  - The member `cls` becomes the column `label`, with integers if all labels in the shard are class numbers, otherwise
+    with text.
+  - Each field of `json` becomes a column.
+  - Any other member becomes a column with its suffix as the name. The column contains text if the suffix is in TEXT,
+    otherwise bytes.
 """
 
 import io
@@ -42,10 +44,10 @@ READ_BYTES = 8 << 20
 
 
 def index_shards(location: str) -> dict[str, int]:
-    """Write an index beside each tar file below a folder, which can be on disk or in a bucket.
+    """Write an index beside each tar file in a folder and its subfolders, on disk or in a bucket.
 
-    Returns the total number of rows, keyed by an empty string. Raises `DataError` if a file cannot be split into
-    samples, and `StorageError` if an index cannot be written.
+    Returns the total number of rows under the key "", because the files are not assigned to splits. Raises `DataError`
+    if a file cannot be split into samples, and `StorageError` if an index cannot be written.
     """
     location = absolute(location)
     shards = [name for name in list_all(location).sizes if name.lower().endswith(TAR)]
@@ -89,9 +91,9 @@ def _index_shard(path: str) -> int:
 
 
 def _read_rows(file: io.BufferedReader) -> Iterator[dict[str, Any]]:
-    """Yield the row of each sample. If a member is a column, its value is the range of the member's bytes in the file.
+    """Yield a row for each sample. If a whole member is a column, the row contains the member's byte range in the file.
 
-    Raises `tarfile.TarError` if the file is damaged, or if a column has several values.
+    Raises `tarfile.TarError` if the file is damaged, or if a sample has two values for a column.
     """
     with tarfile.open(fileobj=file, mode="r:") as archive:
         for key, group in itertools.groupby(_list_members(archive), lambda member: member[0]):

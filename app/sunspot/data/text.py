@@ -1,4 +1,4 @@
-"""Text as rows of bytes for language models, from Python's language reference or any file."""
+"""Reads text as rows of bytes for language models, from Python's language reference or any file."""
 
 import hashlib
 from dataclasses import dataclass
@@ -83,7 +83,7 @@ def _between(location: str, context: int, first: int, last: int) -> TextSource:
 
 @lru_cache(maxsize=1)
 def read_text(location: str) -> bytes:
-    """Return a complete text. The last text read is cached."""
+    """Return the whole text at a location. The most recent text is cached."""
     if location == REFERENCE:
         from pydoc_data.topics import topics
 

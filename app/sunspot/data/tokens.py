@@ -11,7 +11,10 @@ from sunspot.extras import how_to_install
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A `Column.decode` for text. It contains the tokenizer's file, so other nodes do not need the file."""
+    """Function that converts text to token ids, for `Column.decode`.
+
+    It contains tokenizer.json, so other nodes do not need the file.
+    """
 
     content: bytes
     "The content of tokenizer.json."
@@ -21,7 +24,7 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A string that identifies the tokenization."""
+        """A string that identifies the tokenizer and the token that is appended to each text."""
         return f"tokens of {hashlib.sha256(self.content).hexdigest()[:16]}, end {self.end}"
 
     def __call__(self, text: str) -> list[int]:

@@ -77,7 +77,7 @@ class DatasetSource:
     def shape(self) -> tuple[int, ...]:
         """The shape of the column `image`.
 
-        If there is no such column, this is the number of values in a row except its label.
+        If there is no such column, this is the number of values in a row, without the label.
         """
         if IMAGE in self.columns and self.columns[IMAGE].is_picture:
             return self.columns[IMAGE].shape
@@ -124,7 +124,8 @@ class DatasetSource:
 def open_datasets(settings: Settings) -> tuple[DatasetSource, DatasetSource | None]:
     """Open the training rows and the held-out rows, if any, that the task's `build_dataset` returns.
 
-    Raises `SettingsError` if it returns anything but datasets, and `DataError` if rows cannot be converted to tensors.
+    Raises `SettingsError` if `build_dataset` returns anything but datasets, and `DataError` if rows cannot be converted
+    to tensors.
     """
     folder = os.getcwd()
     splits = _built.build(settings, folder)
@@ -156,7 +157,7 @@ def _open(settings: Settings, folder: str, splits: Splits, held_out: bool) -> Da
 
 
 class _BuiltDatasets:
-    """The datasets that this process built last, for a single task."""
+    """The datasets that this process has built most recently. Only one task's datasets are kept."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -171,7 +172,7 @@ class _BuiltDatasets:
             return self._build(settings, folder)
 
     def get(self, source: DatasetSource) -> Any:
-        """Return a source's dataset, which is built if needed.
+        """Return a source's dataset, and build it if necessary.
 
         Raises `ConflictError` if its rows differ from those on the driver.
         """
@@ -189,7 +190,7 @@ class _BuiltDatasets:
             return dataset
 
     def fingerprint(self, task: str, held_out: bool) -> str:
-        """Return the fingerprint of the training or held-out rows that were built last."""
+        """Return the fingerprint of the most recently built training or held-out rows."""
         with self._lock:
             return self._fingerprint(task, held_out)
 
@@ -225,7 +226,7 @@ def build_splits(settings: Settings) -> Splits:
 
 
 def find_splits(returned: Any, task: str) -> Splits:
-    """Return the datasets in the return value of `build_dataset`. Raises `SettingsError` if it is invalid."""
+    """Return the datasets that `build_dataset` returned. Raises `SettingsError` for an invalid return value."""
     who = f"{PREFIX}TASK={task}: build_dataset returned"
     notes: tuple[str, ...] = ()
     train = returned
@@ -258,7 +259,7 @@ def is_list_of_datasets(returned: Any) -> bool:
 
 
 def find_fault(dataset: Any) -> str:
-    """Explain why a dataset cannot be used, and how to fix it. Returns an empty string if it can."""
+    """Return why a dataset cannot be used and how to fix this, or an empty string if the dataset is valid."""
     kind = type(dataset).__name__
     if isinstance(dataset, DataLoader):
         return "a DataLoader; return its dataset, because Sunspot creates the batches"
@@ -277,7 +278,7 @@ def find_fault(dataset: Any) -> str:
 
 
 def find_class_names(dataset: Any) -> tuple[str, ...]:
-    """Return the class names from the `label` feature of `datasets` or from torchvision's `classes`."""
+    """Return the names in a Hugging Face dataset's `label` feature or a torchvision dataset's `classes`, if any."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     features = getattr(dataset, "features", None)
@@ -288,7 +289,7 @@ def find_class_names(dataset: Any) -> tuple[str, ...]:
 
 
 def fingerprint(dataset: Any, name: RowName) -> str:
-    """Return a digest of the number of rows and their columns, then a '-' and a digest of some rows' content."""
+    """Return a digest of the number of rows and their columns, a '-', and a digest of some rows' content."""
     rows = list(read_rows(dataset, spread_evenly(len(dataset), SAMPLED_ROWS), name))
     columns = sorted((column, *RowColumn.of(value)) for column, value in rows[0].items())
     content = [digest_array(row[column]).encode() for row in rows for column in sorted(row)]

@@ -1,6 +1,6 @@
-"""LOADER=torch: keeps all rows in memory, once per node, and takes each step's rows by their numbers.
+"""Implements LOADER=torch, which keeps all rows in memory, once per node, and selects each step's rows by number.
 
-If the rows leave enough GPU memory for training, they are kept there. A step then sends only row numbers to the GPU.
+If a GPU has enough free memory, the rows are kept in it, and a step sends only row numbers to the GPU.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ class TorchLoader:
     """Loads one worker's batches from rows in memory."""
 
     def __init__(self, data: DataPlan, device: torch.device, workers: LocalWorkers, full_batch: bool = False) -> None:
-        """Load the rows. With `full_batch`, each step is an epoch and takes all of the worker's rows."""
+        """Load the rows. With `full_batch`, each step is an epoch, with all of the worker's rows in one batch."""
         loaded = load_shared([data.train, data.test] if data.test else [data.train], workers)
         self._device = device
         self.resident = fits_on(device, sum(column.nbytes for rows in loaded for column in rows.values()))
@@ -68,7 +68,7 @@ class TorchLoader:
         return batches if self._device.type == "cpu" else self._note_ids(batches, shares[first:last])
 
     def _note_ids(self, batches: Iterator[Batch], selections: list[np.ndarray]) -> Iterator[Batch]:
-        """Yield the batches, with the row IDs of each in `ids`."""
+        """Yield each batch after storing its row IDs in `self.ids`."""
         for batch, rows in zip(batches, selections, strict=True):
             self.ids = torch.from_numpy(rows).long()
             yield batch
@@ -131,7 +131,7 @@ def prefetch(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
 
 
 def cut_shares(order: np.ndarray, steps: Steps, world_size: int, rank: int) -> list[np.ndarray]:
-    """Return the row numbers that a worker takes in each step of an epoch.
+    """Return the row numbers of a worker's share of each step in an epoch.
 
     The arrays are copies, so that they do not keep the other workers' row numbers in memory.
     """

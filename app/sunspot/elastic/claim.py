@@ -141,9 +141,9 @@ def agree_on_start(
 ) -> tuple[StartPoint | None, LocalState]:
     """Claim the next attempt, which starts from the newest intact state in storage or on any node.
 
-    All workers call this together. `live` is this process's own state. The first result is the start point, or None if
-    this job may no longer train the run. The second result is the state that this rank found on its node. Raises the
-    same errors as `begin_attempt`.
+    All workers call this together. `live` is the state that this process has kept from the previous group. The first
+    result is the start point, or None if this job may no longer train the run. The second result is the state that this
+    rank found on its node. Raises the same errors as `begin_attempt`.
     """
     location = claimant.run.location
     node = ray.get_runtime_context().get_node_id()
@@ -240,8 +240,8 @@ def claim_in_place(claimant: Claimant, settings: Settings, inventories: list[Nod
     """Claim the next attempt for workers that continue with their live state.
 
     Returns None if no worker has a usable state, or if the workers may no longer train the run. Raises
-    `SupersededError` if another group has replaced this one. The records for the receipt are read in other threads, to
-    save time while the workers wait in the middle of a step.
+    `SupersededError` if another group has replaced this one. The workers are waiting to repeat a step, so the records
+    for the receipt are read in other threads to save time.
     """
     if not any(inventory.live for inventory in inventories):
         return None
@@ -271,11 +271,11 @@ def claim_in_place(claimant: Claimant, settings: Settings, inventories: list[Nod
 def claim_attempt(claimant: Claimant, settings: Settings, inventories: list[NodeInventory]) -> list[Attempt]:
     """Claim the next attempt, but do not choose its start point yet.
 
-    Like `claim_next`, returns all attempts, the claimed one last. Returns an empty list if this job may no longer train
-    the run. Raises `ConflictError` if the run has been started over with other settings, and `SupersededError` if the
-    run was deleted while these workers were training.
+    Returns all attempts with the claimed attempt last, or an empty list if this job may no longer train the run. Raises
+    `ConflictError` if the run has been started over with other settings, and `SupersededError` if the run was deleted
+    while these workers were training.
 
-    If the run is moving to this place, this first waits until the driver in the old place has saved a checkpoint and
+    If the run is moving here from another place, the claim waits until the driver there has saved a checkpoint and
     ended (`run.handover`).
     """
     run = claimant.run
@@ -328,10 +328,10 @@ def choose_start(
 ) -> StartPoint:
     """Choose the state that an attempt starts from.
 
-    `claimed` contains all attempts, the newly claimed one last. `damaged` maps checkpoint names to faults. Only the
-    claimed attempt commits or deletes checkpoints from now on. Requests from earlier attempts may still complete, but
-    cannot produce a checkpoint newer than the ones listed now. Raises `SupersededError` if the claim is superseded, and
-    `DamageError` if `refuse_to_start_over` raises it.
+    `claimed` contains all attempts, with the newly claimed attempt last. `damaged` maps checkpoint names to faults.
+    From now on, only the claimed attempt commits or deletes checkpoints. Requests from earlier attempts may still
+    complete, but cannot produce a checkpoint newer than the ones listed now. Raises `SupersededError` if another
+    attempt has been claimed since, and `DamageError` if `refuse_to_start_over` raises it.
     """
 
     def inspect(checkpoint: Checkpoint, listed: Mapping[str, Entry]) -> list[str]:
@@ -373,7 +373,7 @@ def choose_start(
 
 
 def heartbeats_in(inventories: Sequence[NodeInventory]) -> list[tuple[int, int, float]]:
-    """Return the last known steps of earlier processes on these nodes, in the form of `PastRecords.heartbeats`."""
+    """Return the last known steps of earlier processes on these nodes, in the format of `PastRecords.heartbeats`."""
     return [heartbeat for inventory in inventories for heartbeat in inventory.heartbeats]
 
 
@@ -405,10 +405,10 @@ def refuse_to_start_over(
 
 
 def find_lost_start(attempts: list[Attempt]) -> list[SkippedCheckpoint]:
-    """Return the checkpoint from which the current lineage last started, or an empty list.
+    """Return a list with the checkpoint from which the current lineage last started, or an empty list.
 
-    Call this if storage has no checkpoint. Retention always keeps this checkpoint or a newer one, so checkpoints must
-    have been lost.
+    Call this if storage has no checkpoint. Retention always keeps the returned checkpoint or a newer one, so its
+    absence means that files have been lost.
     """
     counted = {span.label for span in lineage(attempts)}
     began = [attempt for attempt in attempts if attempt.label in counted and attempt.metadata.tier == "storage"]
@@ -420,7 +420,7 @@ def find_lost_start(attempts: list[Attempt]) -> list[SkippedCheckpoint]:
 
 
 def newest_committed(run: Run, attempts: list[Attempt]) -> int:
-    """Return the step of the newest committed checkpoint in the lineage, even if it is damaged, or -1."""
+    """Return the step of the lineage's newest committed checkpoint, even if it is damaged, or -1 if none exists."""
     spans = lineage(attempts)
     names = [name for name, files in list_directories(run).items() if MANIFEST in files]
     return max((step_of(name) for name in names if leads_to_newest(name, spans)), default=-1)

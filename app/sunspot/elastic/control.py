@@ -35,7 +35,7 @@ Answer = TypeVar("Answer")
 
 
 class ControlChannel:
-    """Holds the worker group's progress and command, and the known facts about the current incident."""
+    """Holds the driver's command, the worker group's progress, and the known facts about the current incident."""
 
     def __init__(self) -> None:
         self._progress = Progress()
@@ -70,7 +70,7 @@ class ControlChannel:
     # ------------------------------------------------------------------------------------------ called by the workers
 
     def begin_group(self, group: WorkerGroup) -> Incident:
-        """Register a new worker group, and return why the previous group ended."""
+        """Register a new worker group, and return the incident that ended the previous group."""
         self._group, self._has_group = group, True
         self._command = replace(self._command, restart=False, deadline=None, moves=False)
         self._hangs, self._judged = [], 0
@@ -104,12 +104,12 @@ class ControlChannel:
         self._fatal_error = self._fatal_error or error
 
     def add_rank_error(self, error: RankError) -> None:
-        """Record the error that ends a rank."""
+        """Record the error that ended a rank."""
         others = [other for other in self._errors if other.failure.attempt == error.failure.attempt]
         self._errors = [*others, error]
 
     def add_hang(self, hang: Hang, late: bool) -> None:
-        """Record a hang of a rank, which ends its group. `late` is True if another group has already begun."""
+        """Record that a rank hung, which ends its group. `late` is True if another group has already begun."""
         self._hangs.insert(0 if late else len(self._hangs), hang)
         self._judged += late
         cause = Cause.NO_ROWS if waited_for_rows(self._hangs, hang.world_size) else Cause.HUNG
@@ -127,15 +127,15 @@ class ControlChannel:
         self._progress = progress
 
     def add_metrics(self, record: dict[str, Any]) -> None:
-        """Queue a record of the metric history to be printed in the terminal."""
+        """Queue a record of the metric history, to be printed on the terminal."""
         self._metrics.append(record)
 
     def add_step_times(self, times: StepTimes) -> None:
-        """Add the step times of a window, and forget those of old windows."""
+        """Add the step times of a metric window, and forget those of old windows."""
         self._step_times = [each for each in self._step_times if each.time > times.time - RECENT_S] + [times]
 
     def log(self, line: str) -> None:
-        """Queue a line to be printed in the terminal."""
+        """Queue a line to be printed on the terminal."""
         self._lines.append(line)
 
     # --------------------------------------------------------------------------------- called by Ray's controller
@@ -162,9 +162,9 @@ class ControlChannel:
         self._errors, self._judged = [], len(self._hangs)
 
     def set_counts(self, counts: FailureCounts, replacements: int = 0) -> None:
-        """Record the number of groups that have failed in a row, and mark the lost processes as judged.
+        """Store the failure counts, which now include all losses reported so far.
 
-        `replacements` is the number of replacements that could not train and were judged together with these processes.
+        `replacements` is the number of these losses that were replacements that could not train.
         """
         self._counts, self._lost_on = counts, []
         self._unjudged_replacements -= replacements
@@ -194,11 +194,11 @@ class ControlChannel:
         self._command = replace(self._command, stop=True)
 
     def request_save(self) -> None:
-        """Ask the worker group to save once."""
+        """Ask the worker group to save a checkpoint and keep training."""
         self._command = replace(self._command, save=True)
 
     def restart_group(self, incident: Incident, deadline: float | None) -> None:
-        """Ask the worker group to save and end. `deadline` is the time at which its first node will be gone."""
+        """Ask the worker group to save and end. `deadline` is the time at which the first of its nodes will be gone."""
         self.add_incident_facts(incident)
         self.log(f"{incident.cause}: {incident.detail}; the workers save and start again")
         moves = incident.cause is Cause.MOVED
@@ -214,7 +214,7 @@ class ControlChannel:
         self._incidents.note("node left out", lines)
 
     def incident(self) -> Incident:
-        """Return the known reason why the newest group ends, and the group's last step."""
+        """Return what is known about the end of the newest group, including the group's last step."""
         return self._with_last_step(self._incidents.current())
 
     def _with_last_step(self, incident: Incident) -> Incident:
@@ -243,7 +243,7 @@ class ControlChannel:
 
 
 class ControlClient:
-    """A client of the `ControlChannel` in an actor. It can be pickled and sent to other processes."""
+    """A client of the `ControlChannel` actor, which can be pickled and sent to other processes."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -266,7 +266,7 @@ class ControlClient:
     ) -> Answer | None:
         """Call a method of the channel and return its result, or None if the channel is gone.
 
-        The driver is then gone, too, and Ray ends all of its processes.
+        If the channel is gone, the driver is gone, too, and Ray ends all processes of the driver.
         """
         with suppress(RayError):
             return self.call(method, *given, **named)

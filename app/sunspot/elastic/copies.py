@@ -94,7 +94,7 @@ def choose_live(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -
 
 
 def was_in_every_group(inventory: NodeInventory, attempts: list[Attempt]) -> bool:
-    """Return True if a survivor was in every group since its last step, so no step was taken without it."""
+    """Return True if a survivor was in every group since its last step, so that it has missed no step."""
     assert inventory.live
     last = attempt_of(inventory.live.checkpoint)
     since = [attempt for attempt in attempts if attempt.number > last and attempt.chosen]
@@ -104,7 +104,7 @@ def was_in_every_group(inventory: NodeInventory, attempts: list[Attempt]) -> boo
 def choose_copy(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -> ChosenCopy | None:
     """Return the newest in-memory copy in the newest attempt's lineage, on any node.
 
-    Among equally new copies, the one with the lowest rank is chosen. A superseded attempt's copy is not in the lineage,
+    Among equally new copies, the copy of the lowest rank is chosen. A superseded attempt's copy is not in the lineage,
     even if the copy is newer.
     """
     spans = lineage(attempts)
@@ -123,7 +123,7 @@ def choose_parts(attempts: list[Attempt], inventories: Sequence[NodeInventory]) 
     """Return copies of all shards of the newest complete sharded state in the newest attempt's lineage.
 
     A state is complete if the nodes together have all of its shards. Each shard is assigned to a rank on a node that
-    has a copy of it. The node that is likely to need the shard is preferred.
+    has a copy of the shard, preferably on the node that is likely to need the shard.
     """
     spans = lineage(attempts)
     states = dict[tuple[int, bool, str, int], dict[int, dict[str, MemorySnapshot]]]()  # part -> node -> copy
@@ -160,8 +160,8 @@ def exclude_crashing_copy(
 ) -> tuple[list[NodeInventory], str]:
     """Remove the copy from which the last RESTORES groups started without completing a step.
 
-    Returns the remaining inventories, and the name of the removed copy or an empty string. If one of these groups has
-    lost a node, no copy is removed, because the loss may have ended the group.
+    Returns the remaining inventories, and the name of the removed copy or an empty string. No copy is removed if one of
+    these groups has lost a node, because this loss may have ended the group.
     """
     last = attempts_with_start(before)[-RESTORES:]
     names = {attempt.starts_from if attempt.metadata.tier == "memory" else None for attempt in last}

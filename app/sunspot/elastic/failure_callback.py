@@ -1,7 +1,7 @@
 """Passes workers' errors to the failure judge, and ends the trainer if the judge says so.
 
-This uses only Ray's public API. A `ray.train.UserCallback` in Ray Train's controller receives the errors before Ray
-acts on them, and an error that the callback raises ends the trainer.
+This module uses only Ray's public API. A `ray.train.UserCallback` in Ray Train's controller receives the errors before
+Ray acts on them, and an error that the callback raises ends the trainer.
 """
 
 import time

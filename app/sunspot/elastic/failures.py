@@ -1,10 +1,10 @@
 """Determines why a worker group ended, prints the reason, and decides whether another group starts.
 
-Ray Train's controller asks about each worker failure (failure_callback.py). An error that the user's program raises on
-all ranks alike would occur again, so it ends the run at once. Other failures are counted, and the next checkpoint
-resets the count. Groups that got no rows from Ray Data are counted separately. So are groups that started from an
-in-memory copy and took no step: after a few such groups, the run continues from storage (copies.py). Processes that run
-out of memory in quick succession are counted even if there was a checkpoint in between (out_of_memory.py).
+Ray Train's controller asks about each worker failure (failure_callback.py). If all ranks raise the same error in the
+user's program, the error would occur again, so the run ends at once. Other failures are counted, and the next
+checkpoint resets the count. Groups that got no rows from Ray Data are counted separately. So are groups that started
+from an in-memory copy and took no step: after a few such groups, the run continues from storage (copies.py). Processes
+that run out of memory in quick succession are counted even if there was a checkpoint in between (out_of_memory.py).
 """
 
 import re
@@ -106,7 +106,7 @@ class WorkersFailedError(Exception):
 
 
 def describe_end(error: Exception, attempt: Attempt, rank: int, step: int, node: str = "") -> RankError:
-    """Return a description of the error that ends a rank on `node` after `step`."""
+    """Return a description of the error that ended a rank on `node` after step `step`."""
     return RankError(
         failure=describe_failure(error, attempt.number, rank, step),
         world_size=attempt.metadata.world_size,
@@ -137,11 +137,11 @@ def find_cuda_error(error: Exception) -> int | None:
 class FailureJudge:
     """Decides whether another worker group follows one that failed.
 
-    At most `max_failures` groups in a row may fail without a new checkpoint, or without a new step in survivor mode. Up
-    to MAX_STARVED groups that got no rows, and RESTORES groups that took no step from an in-memory copy, do not count
-    toward this limit. In survivor mode, losses within one step end the run only if there are at least as many losses as
-    workers in the group, because all workers in a zone can be lost within seconds. The control channel keeps the
-    counts, because each of Ray's trainers has its own judge. `leave_out` is called before each group, and a
+    At most `max_failures` groups in a row may fail without a new checkpoint, or without a new step in survivor mode.
+    Groups that got no rows (up to MAX_STARVED) and groups that took no step from an in-memory copy (up to RESTORES) do
+    not count toward this limit. In survivor mode, losses within one step end the run only if there are at least as many
+    losses as workers in the group, because all workers in a zone can be lost within seconds. The control channel keeps
+    the counts, because each of Ray's trainers has its own judge. `leave_out` is called before each group, and a
     `SunspotError` that it raises ends the run.
     """
 
@@ -165,9 +165,9 @@ class FailureJudge:
     def __call__(self, errors: dict[int, Exception]) -> bool:
         """Return True if Ray Train should continue after these errors, which are keyed by rank.
 
-        In restart mode, Ray then starts another group. In survivor mode, it only replaces lost processes. If a worker
-        raised an error itself or the group ends for a restart, the trainer ends, and the driver decides whether another
-        trainer starts.
+        In restart mode, Ray then starts another group. In survivor mode, Ray only replaces lost processes, so the
+        trainer must end if a worker raised an error itself or if the group ends for a restart. The driver then decides
+        whether another trainer starts.
         """
         if any(isinstance(error, GroupRestartError) for error in errors.values()):
             return not self._survivor_mode
@@ -206,7 +206,7 @@ class FailureJudge:
 
         `lost` is the number of lost workers, excluding replacements that could not train. `only_lost` is True in
         survivor mode if no worker raised an error itself. `short` lists the nodes that ran out of memory. Returns the
-        decision, its reason (or the number of failures left) and the new counts.
+        decision, a text that explains it, and the new counts.
         """
         same_line = in_user_code_alike(end.errors)
         alike = same_line or same_message(end.errors)
@@ -253,7 +253,7 @@ class FailureJudge:
         return True, f"; {action}, {remaining} of {self._max} SUNSPOT_MAX_FAILURES left", counts
 
     def _leave_out_broken(self, suspects: Suspects, why: str) -> tuple[bool, str]:
-        """Exclude the nodes with a broken GPU. Returns whether another group starts, and the text to print."""
+        """Exclude the nodes with a broken GPU. Returns True if another group can start, and the text to print."""
         try:
             left_out = self._leave_out(suspects)
         except SunspotError as error:
@@ -266,7 +266,7 @@ class FailureJudge:
     def _fetch_end(self, at_once: bool) -> GroupEnd:
         """Return how the group ended, once all ranks have reported their errors or OTHERS_S has passed.
 
-        If `at_once` is true, return immediately with what is known.
+        If `at_once` is True, do not wait, and return what is known so far.
         """
         until = time.monotonic() + OTHERS_S
         end = GroupEnd()
@@ -279,7 +279,10 @@ class FailureJudge:
 
 
 def count_ends(loops: Mapping[str, tuple[int, float]], kinds: set[str], now: float) -> dict[str, tuple[int, float]]:
-    """Return `loops` with one more failure of each kind in `kinds`. `now` is in seconds since the epoch."""
+    """Return `loops` with one more failure of each kind in `kinds`, and without kinds that have not failed for LOOP_S.
+
+    `now` is in seconds since the epoch.
+    """
     recent = {kind: (times, then) for kind, (times, then) in loops.items() if now - then <= LOOP_S}
     return {**recent, **{kind: (recent.get(kind, (0, now))[0] + 1, now) for kind in kinds}}
 
@@ -320,7 +323,7 @@ def find_only(errors: list[RankError], describe: Callable[[Failure], tuple[objec
 
 
 def describe(end: GroupEnd, errors: dict[int, Exception]) -> str:
-    """Describe in one line which ranks ended and why. Errors that another rank's end caused are omitted.
+    """Describe in one line which ranks ended and why. An error that is only a consequence of another is omitted.
 
     If ranks have hung and ended themselves, the line names the ranks that the others waited for.
     """
@@ -354,7 +357,7 @@ def describe_failure_in_line(failure: Failure) -> str:
 
 
 def reason(error: Exception) -> str:
-    """Return the line of an error that states the reason. If a worker is lost, Ray's error is a page long."""
+    """Return the line of an error's text that states the reason. Ray's error for a lost worker is a page long."""
     killed, figures = find_killed_for_memory(error)
     if killed:
         return figures

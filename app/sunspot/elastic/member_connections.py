@@ -1,8 +1,8 @@
 """Authenticated connections between the driver and the members of a worker group.
 
-A heartbeat is one byte. Any other message is pickled, and follows its length. One thread of the driver serves all
-connections. The thread never blocks: bytes that a socket does not accept at once are sent later, so a stopped process
-does not delay the others.
+A heartbeat is one byte. Any other message is pickled, and sent with a header that contains its length. One thread of
+the driver serves all connections. The thread never blocks, so a stopped process does not delay the others: bytes that a
+socket does not accept at once are sent later.
 """
 
 import contextlib
@@ -65,7 +65,7 @@ MOST_BYTES = 1 << 28
 
 
 def encode(message: object) -> bytes:
-    """Return the bytes that send a message."""
+    """Return a message as the bytes to send, which begin with a header."""
     return _frame(zlib.compress(pickle.dumps(message), 1))
 
 
@@ -87,9 +87,9 @@ class FrameReader:
         self._unread = bytearray()
 
     def read(self, received: bytes) -> list[bytes]:
-        """Return the messages that are complete with these bytes, still encoded and without heartbeats.
+        """Add received bytes, and return the messages that are now complete, still encoded. Heartbeats are dropped.
 
-        Raises `ConnectionError` if a message is too large, or if the bytes are not a message.
+        Raises `ConnectionError` if a message is too large or invalid.
         """
         if not self._unread and not received.strip(HEARTBEAT):
             return []
@@ -115,7 +115,7 @@ class MemberConnection:
     """The driver's end of one connection. Only the thread that serves the connections uses it."""
 
     def __init__(self, opened: socket.socket, selector: selectors.BaseSelector, now: float) -> None:
-        """Serve a connection that was opened at `now` (`monotonic`)."""
+        """Serve a connection that was opened at `now`, in seconds of `time.monotonic()`."""
         opened.setblocking(False)
         _end_if_unacknowledged(opened)
         self._socket = opened
@@ -133,7 +133,10 @@ class MemberConnection:
         return self._socket.fileno()
 
     def send(self, data: bytes) -> None:
-        """Send as many of the bytes as possible now. They are not copied, so that many connections can share them."""
+        """Send as many bytes as possible now, and the rest later.
+
+        The bytes are not copied, so several connections can share them.
+        """
         self._unsent.append(memoryview(data))
         self.flush()
 
@@ -158,7 +161,7 @@ class MemberConnection:
         self.send(_frame(_prove(key, b"driver", nonces)))
 
     def flush(self) -> None:
-        """Send what could not be sent before."""
+        """Send bytes that are waiting to be sent, as far as the socket accepts them."""
         try:
             while self._unsent:
                 rest = self._unsent.popleft()
@@ -174,7 +177,7 @@ class MemberConnection:
             self._selector.modify(self._socket, events, self)
 
     def probe(self) -> None:
-        """Send a byte that the kernel of the peer's machine must acknowledge, unless other bytes wait to be sent."""
+        """Send a byte that the peer's kernel must acknowledge, unless other bytes are already waiting to be sent."""
         if not self._unsent:
             self.send(HEARTBEAT)
 
@@ -185,13 +188,16 @@ class MemberConnection:
 
 
 class ConnectionHandler(Protocol):
-    """The functions that `MemberConnections` calls."""
+    """Callbacks of `MemberConnections`."""
 
     def receive(self, connection: MemberConnection, message: Any) -> None:
         """Handle a message from an authenticated process."""
 
     def declare_lost(self, connection: MemberConnection, error: BaseException | None) -> None:
-        """Handle the end of an authenticated connection. `error` ended it, or is None if the process was silent."""
+        """Handle the end of an authenticated connection.
+
+        `error` is the error that ended the connection, or None if the process was silent for too long.
+        """
 
 
 class MemberConnections:
@@ -216,12 +222,12 @@ class MemberConnections:
 
     @property
     def port(self) -> int:
-        """Port that accepts connections."""
+        """Port on which connections are accepted."""
         port: int = self._listening.getsockname()[1]
         return port
 
     def serve(self) -> None:
-        """Accept connections, receive and send messages, and end the connections that are lost."""
+        """Accept connections, receive and send messages, and close lost connections."""
         # This process may have been stopped. A peer is silent only if nothing from it had arrived at `began`.
         began = time.monotonic()
         for key, events in self._selector.select(SELECT_S):
@@ -295,7 +301,7 @@ class MemberConnections:
 
 
 class DriverConnection:
-    """A worker's end of a connection. Any thread may send, but only one thread receives."""
+    """A worker's end of its connection to the driver. Any thread may send, but only one thread receives."""
 
     def __init__(self, opened: socket.socket) -> None:
         """Use a socket that is connected to the driver."""
@@ -385,7 +391,7 @@ def open_connection(host: str, port: int, key: bytes, limit_s: float) -> DriverC
 
 
 def _prove(key: bytes, role: bytes, nonces: bytes) -> bytes:
-    """Return a proof that its sender knows the key.
+    """Return a digest that proves that its sender knows the key.
 
     The `role` prevents a peer from sending back the proof that it has received.
     """
@@ -393,7 +399,7 @@ def _prove(key: bytes, role: bytes, nonces: bytes) -> bytes:
 
 
 def _end_if_unacknowledged(own: socket.socket) -> None:
-    """Send packets without delay, and let the kernel end a connection that is unacknowledged for MACHINE_LIMIT_S.
+    """Send packets without delay, and end the connection if one is not acknowledged for MACHINE_LIMIT_S.
 
     See TCP_USER_TIMEOUT in tcp(7).
     """

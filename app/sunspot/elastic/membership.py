@@ -1,9 +1,9 @@
 """Decides which worker processes form the group. One membership server, in the driver, runs this code for all members.
 
-A generation is one group: its members, in the order of their ranks. The loss of a member closes the generation. All
+A generation is one group with a fixed list of members, ordered by rank. The loss of a member closes the generation. All
 survivors then break their collectives and ask to join the next generation, which forms once all living members have
-asked. New processes and preempted nodes also change the group, but only between two steps: the members are told to
-change, and ask to join the next generation when their step is done.
+asked. New processes and preempted nodes also change the group, but only between two steps: the server announces the
+change, and the members ask to join the next generation when their step is done.
 
 At most one generation is open, and only members of the newest generation are told to form a group. A process that
 cannot reach the server is therefore in no group, and ends.
@@ -57,7 +57,7 @@ class Member:
 
     @property
     def lasting_name(self) -> str:
-        """Name that stays the same after a reconnect, if the process ever reconnects."""
+        """Name of the process, which stays the same if the process reconnects."""
         return self.process or self.uid
 
     @property
@@ -76,7 +76,7 @@ class Generation:
 
     @cached_property
     def ranks(self) -> dict[str, int]:
-        """Rank of each member, by uid."""
+        """Ranks of the members, keyed by uid."""
         return {member.uid: rank for rank, member in enumerate(self.members)}
 
 
@@ -100,7 +100,7 @@ Message = Generation | Close | Change | None
 
 @dataclass(frozen=True)
 class MembershipSnapshot:
-    """A snapshot of a `Membership`."""
+    """The state of a `Membership` at one time."""
 
     size: int
     "Number of processes that were started."
@@ -156,14 +156,17 @@ class Membership:
         )
 
     def enter(self, member: Member) -> None:
-        """Add a new process, which is in no group yet. Under hsdp, it should prepare the shard `shard_of(member)`."""
+        """Add a new process, which is in no group yet.
+
+        Under hsdp, the process should prepare the shard `shard_of(member)`.
+        """
         waiting = [self.shard_of(each) for uid, each in self._members.items() if not self._is_member(uid)]
         self._shards.setdefault(member.lasting_name, min(range(self._degree), key=waiting.count))
         self._members[member.uid] = member
         self._changed = True
 
     def shard_of(self, member: Member) -> int:
-        """Return the shard that a process holds or should prepare, so that the waiting processes form replicas."""
+        """Return the shard that a process holds, or should prepare so that the waiting processes can form replicas."""
         return self._shards[member.lasting_name]
 
     def request_to_join(self, uid: str, now: float, step: int | None = None) -> None:
@@ -181,7 +184,7 @@ class Membership:
             self._close(now)
 
     def end(self, uid: str) -> None:
-        """Record that the group ends as a whole, because training is done or starts again."""
+        """Record that the whole group ends, because training is done or restarts."""
         self.ended = self.ended or self._is_member(uid)
         self._changed = True
 
@@ -196,16 +199,15 @@ class Membership:
                 self._first_request = now
 
     def drain(self, nodes: Collection[str]) -> None:
-        """Record which nodes will go away. Later generations exclude them once members on other nodes have the state.
+        """Record that nodes are draining. Later generations exclude them once members on other nodes have the state.
 
-        Nodes are never removed from this record, because the connections of a node that has just gone may still be
-        open.
+        A node stays recorded after it is gone, because its connections may still be open for a moment.
         """
         self._changed = self._changed or not self._draining.issuperset(nodes)
         self._draining |= frozenset(nodes)
 
     def limit(self, most: int) -> None:
-        """Record the largest number of members that a group should have. If it has more, some leave at a change."""
+        """Limit the number of members. If the group has more, some of them leave between two steps."""
         most -= most % self._degree
         self._changed = self._changed or most != self._most
         self._most = most
@@ -232,7 +234,7 @@ class Membership:
 
     @property
     def newcomers(self) -> int:
-        """Number of processes that wait to join the newest generation."""
+        """Number of processes that will join the group at its next change."""
         return len(self._wanted() - self.generation.ranks.keys()) if self._open else 0
 
     @property
@@ -268,16 +270,14 @@ class Membership:
         self._settled_at = now + SETTLE_S
 
     def _wanted(self) -> set[str]:
-        """Return the uids that the next generation would have if it formed now and all members had equally new
-        states.
-        """
+        """Return the uids of the next generation, if it formed now and all members had equally new states."""
         return {member.uid for member in self._choose(self._requests.keys() | self.generation.ranks.keys())}
 
     def _ask_for_change(self) -> list[tuple[str, Message]]:
         return [] if self._wanted() == self.generation.ranks.keys() else self._announce(Change)
 
     def _announce(self, kind: type[Close] | type[Change]) -> list[tuple[str, Message]]:
-        """Return the message for all live members of the newest generation, unless they have already received it."""
+        """Return a message to each live member of the newest generation, unless this message was already sent."""
         message = kind(self.generation.number)
         if self._announced == message:
             return []
@@ -325,14 +325,14 @@ class Membership:
         return tuple(self._arrange(kept))
 
     def _arrange(self, members: list[Member]) -> list[Member]:
-        """Return the members of as many whole replicas as possible, by rank."""
+        """Return members that form as many whole replicas as possible, in the order of their ranks."""
         shards = {member: self.shard_of(member) for member in members}
         last = {member.lasting_name for member in self.generation.members}
         bound = {member: self._step_of(member) for member in members if member.lasting_name in last}
         return arrange(members, shards, bound, self._degree)
 
     def _newest_held(self, members: list[Member]) -> float:
-        """Return the newest step of which these members hold all shards, or -inf if they form no replica."""
+        """Return the newest step for which these members hold all shards, or -inf if they form no replica."""
         arranged = self._arrange(members)
         shards = {member: rank % self._degree for rank, member in enumerate(arranged)}
         held = {member: self._step_of(member) for member in arranged if self._is_member(member.uid)}
@@ -341,9 +341,9 @@ class Membership:
     def _over_limit(self, candidates: list[Member]) -> list[Member]:
         """Return the candidates beyond the limit. Members of the newest generation take precedence over newcomers.
 
-        All members that leave at one change are on the same node, because the node of a shard and the node of its copy
-        must not leave together. No member leaves after a loss, or while the others lack the newest state. The next
-        change then excludes this member.
+        All members that leave at one change are on the same node, because a shard's node and the node with its copy
+        must not leave together. After a loss, or while the other members lack the newest state, no member leaves until
+        the next change.
         """
         members = [member for member in candidates if self._is_member(member.uid)]
         newcomers = [member for member in candidates if not self._is_member(member.uid)]

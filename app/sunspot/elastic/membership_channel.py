@@ -1,7 +1,8 @@
 """Connects the members of a worker group with the membership server in the driver, over one connection for each member.
 
-Members send heartbeats, ask for the next group, and announce the end of all groups. The server sends the group's
-members, and any change to them. All other reports and commands go through the control channel (control.py).
+Members send heartbeats, ask for the next group, and announce the end of all groups. The server announces the members of
+each group, and tells them when the group changes or ends. All other reports and commands go through the control channel
+(control.py).
 
 `MembershipServer.declare_lost` is the only function that declares a process lost. If a process ends, its connection
 ends, so the loss is known at once. A lost node does not close its connections, but its kernel no longer answers. The
@@ -110,7 +111,7 @@ class JoinRequest:
 
 
 class MembershipServer:
-    """Context manager that runs a `Membership` in the driver.
+    """Context manager that runs the `Membership` in the driver.
 
     `MemberConnections` calls `receive` for each message, and `declare_lost` for each connection that has ended.
     """
@@ -118,7 +119,7 @@ class MembershipServer:
     def __init__(self, size: int, control: ControlClient, degree: int = 1, sick_nodes: SickNodes | None = None) -> None:
         """Create a server for `size` processes, with `degree` processes in each replica of the model.
 
-        It reports through `control` why groups end. `sick_nodes` finds the nodes to leave.
+        The server reports through `control` why groups end. `sick_nodes` finds nodes that the run should leave.
         """
         self._control = control
         self._membership = Membership(size, degree)
@@ -172,7 +173,7 @@ class MembershipServer:
     def leave_sick_node(self, windows: list[StepTimes], group: WorkerGroup, kept: str, least: int) -> SickNode | None:
         """Exclude a sick node of the group, if there is one, as soon as its members complete the current step.
 
-        The node `kept` is never left. At least `least` members must remain. Returns the sick node, or None.
+        The node `kept` is never excluded, and at least `least` members must remain. Returns the sick node, or None.
         """
         with self._lock:
             sick = self._sick_nodes.find(
@@ -228,7 +229,7 @@ class MembershipServer:
                 self._membership.lose(member.uid, time.monotonic())
 
     def _note_loss(self, member: Member, error: BaseException | None) -> None:
-        """Report why the current group ends, unless the whole group has ended or the process is not a member.
+        """Report the loss of a process, unless the process is not a member or the whole group has already ended.
 
         `error` is the error that ended the connection, or None if the member was silent for too long.
         """
@@ -263,7 +264,7 @@ class MembershipServer:
                 self._connections[uid].send(encoded[id(message)])
 
     def _incident_of_change(self) -> Incident:
-        """Return why the members are asked to change their group: some leave it with their nodes, or others join."""
+        """Return why the group changes: either some members leave it, or new members join it."""
         leavers = self._membership.leavers
         if leavers:
             preempted = [member for member in leavers if self._membership.drains(member)]
@@ -286,7 +287,7 @@ class MembershipServer:
 
 
 def ask_living(address: MembershipAddress) -> list[str]:
-    """Return the uids of the processes that the server considers alive. Raises one of CONNECTION_ERRORS."""
+    """Return the uids of the processes that the membership server considers alive. Raises one of CONNECTION_ERRORS."""
     with open_connection(address.host, address.port, address.key, ANSWER_S) as connection:
         connection.send(ASK_LIVING)
         living: list[str] = connection.receive()
@@ -294,7 +295,7 @@ def ask_living(address: MembershipAddress) -> list[str]:
 
 
 class RegroupError(Exception):
-    """Raised when a worker leaves its group and its process will join the next group."""
+    """Raised when a worker must leave its group, so that its process can join the next group."""
 
 
 class DriverUnreachableError(ConnectionError):
@@ -315,7 +316,7 @@ class MembershipClient:
     """Keeps this process connected to the membership server."""
 
     def __init__(self, address: MembershipAddress, identity: Member, break_collectives: Callable[[], None]) -> None:
-        """Create a client. Its own thread calls `break_collectives` once the group of this process has ended."""
+        """Create a client. Its own thread calls `break_collectives` when the group of this process has ended."""
         self._address = address
         self._identity = identity
         self._break_collectives = break_collectives
@@ -378,7 +379,7 @@ class MembershipClient:
         start_thread(lambda: self._beat(link), "heartbeat")
 
     def join_next(self, step: int | None, left_out: Callable[[], None] = lambda: None) -> tuple[Generation, int] | None:
-        """Leave the current generation, wait for one that includes this process, and return it with its rank.
+        """Leave the current generation, and return the next one that includes this process, with the process's rank.
 
         `step` is the step of this process's state, or None if it has no usable state. `left_out` is called when the
         others form a group without this process, because the number of members is limited. Returns None if no next
@@ -412,7 +413,7 @@ class MembershipClient:
 
     @property
     def changing(self) -> bool:
-        """True if the group is to change after the current step."""
+        """True if the group will change after the current step."""
         return self._newest_change == self._generation > 0
 
     def closed(self, wait_s: float) -> bool:
@@ -421,10 +422,9 @@ class MembershipClient:
 
     @contextlib.contextmanager
     def heartbeat_limit(self, limit_s: float) -> Iterator[None]:
-        """Context manager that makes the server wait up to `limit_s` for a heartbeat, or without limit if `limit_s` is
-        0.
+        """Context manager that lets this process go without a heartbeat for `limit_s` seconds.
 
-        Use it around code that can hold the GIL for long.
+        Use it around code that can hold the GIL for long. A `limit_s` of 0 means no limit.
         """
         before = self._heartbeat_limit_s
         self._set_heartbeat_limit(max(before, limit_s or math.inf))
@@ -438,7 +438,7 @@ class MembershipClient:
         self._send(HeartbeatLimit(limit_s))
 
     def end(self) -> None:
-        """Report that the group ends as a whole, so that no other group follows."""
+        """Report that the whole group ends, so that no other group follows."""
         self._send(END)
 
     def close(self) -> None:
@@ -457,7 +457,7 @@ class MembershipClient:
             time.sleep(HEARTBEAT_EVERY_S)
 
     def _try(self, link: Link, send: Callable[[], None]) -> bool:
-        """Return True if `send` could send on a link. Otherwise drop the link."""
+        """Call `send`, and return True if it succeeds. Otherwise, drop the link."""
         try:
             send()
         except OSError:
@@ -490,7 +490,7 @@ class MembershipClient:
             link.connection.close()
 
     def _drop(self, link: Link) -> None:
-        """Record that the server has closed the connection because it presumes this process lost."""
+        """Drop a broken link, and end the generation, because the server presumes this process lost."""
         if self._link is link:
             self._link = None
             link.connection.end()

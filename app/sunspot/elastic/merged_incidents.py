@@ -37,7 +37,7 @@ def strength(cause: Cause | None) -> int:
 
 
 def merge(known: Incident, new: Incident) -> Incident:
-    """Merge two reports of one incident. `known` came first."""
+    """Merge two reports of one incident. `known` was reported first."""
     stronger = strength(new.cause) > strength(known.cause)
     newer_hang = known.cause in HANGS and new.cause in HANGS
     first, second = (new, known) if stronger and known.cause in PLANNED else (known, new)
@@ -48,7 +48,7 @@ def merge(known: Incident, new: Incident) -> Incident:
 
 
 class Incidents:
-    """The incident that ends the current worker group, and the one that started it."""
+    """The incident that ends the current worker group, and the incident that caused the group to start."""
 
     def __init__(self) -> None:
         self._ending = Incident()
@@ -78,7 +78,7 @@ class Incidents:
         self._notes += [Note(event, detail, time.time()) for detail in details]
 
     def begin_group(self) -> Incident:
-        """Return why a new group begins. This covers all previous groups since the last group that took a step."""
+        """Return why a new group begins, with the incidents of all groups since the last one that completed a step."""
         began = merge(self._began, self._ending)
         began = replace(began, notes=(*began.notes, *self._notes))
         self._began, self._ending = replace(began, notes=()), Incident()

@@ -48,7 +48,7 @@ class WorkerGroup:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The duration of the steps in a window of the metric history."""
+    """Durations of the steps in a metric window."""
 
     attempt: int
     time: float
@@ -119,7 +119,7 @@ class RankError:
 
 @dataclass(frozen=True)
 class FailureCounts:
-    """Number of worker groups that have failed in a row, by kind (failures.py)."""
+    """Numbers of consecutive failed worker groups, by kind of failure (failures.py)."""
 
     charged: int = 0
     "Number of failures charged to MAX_FAILURES."
@@ -142,7 +142,7 @@ class FailureCounts:
     "True if another group would fail in the same way on any cluster."
 
     def since(self, kept: int) -> FailureCounts:
-        """Return these counts, or zeros if the step `kept` is newer. `error` and `loops` are never reset."""
+        """Return these counts, reset to zero if step `kept` is newer than theirs, except for `error` and `loops`."""
         none = FailureCounts(error=self.error, loops=self.loops)
         return replace(none if kept > self.kept else self, kept=kept)
 

@@ -42,7 +42,7 @@ HEAD = "node:__internal_head__"
 
 @dataclass(frozen=True)
 class NodeEvent:
-    """An event that a node check found for a worker group."""
+    """A change in the cluster's nodes that affects a worker group."""
 
     cause: Cause
     detail: str
@@ -61,8 +61,8 @@ def ask_for_nodes(resources_per_worker: dict[str, float], workers: int) -> None:
 class NodeMonitor:
     """Finds at most one event for each worker group, because an event ends the group.
 
-    `usable` returns the nodes on which a group may start, and checks whether they answer. `lag_s` is the largest delay
-    of Ray Train's view of the nodes. `choice` chooses among several node groups.
+    `usable` returns the nodes on which a group may start, and checks whether they answer. `lag_s` is the maximum number
+    of seconds by which Ray Train's view of the nodes is out of date. `choice` chooses among several node groups.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class NodeMonitor:
         draining: dict[str, float | None],
         now: float,
     ) -> NodeEvent | None:
-        """Return the event for this worker group, or None.
+        """Return an event that affects this worker group, or None.
 
         `nodes` is `ray.nodes()`, `draining` is `draining_nodes()`, and `now` is in seconds of a monotonic clock.
         """
@@ -123,8 +123,10 @@ class NodeMonitor:
         return found
 
     def _find_better(self, group: WorkerGroup, nodes: list[dict[str, Any]]) -> NodeEvent | None:
-        """Return an event if better nodes can replace some of the group's nodes. Idle nodes are released without an
-        event."""
+        """Return an event if better nodes can replace some of the group's nodes.
+
+        Idle nodes are released without an event.
+        """
         if not self._choice:
             return None
         used = set(group.nodes.values())
@@ -152,7 +154,7 @@ class NodeMonitor:
 
 
 def find_lost(group: WorkerGroup, nodes: list[dict[str, Any]]) -> NodeEvent | None:
-    """Return an event if nodes of the group are gone."""
+    """Return an event if nodes of the group are gone, otherwise None."""
     alive = {node["NodeID"] for node in nodes if node["Alive"]}
     lost = set(group.nodes.values()) - alive
     return NodeEvent(Cause.NODE_LOST, _name(lost, group)) if lost else None
@@ -170,8 +172,8 @@ def find_preempted(group: WorkerGroup, draining: dict[str, float | None]) -> Nod
 def find_room(nodes: list[dict[str, Any]], resources_per_worker: dict[str, float]) -> dict[str, int]:
     """Return how many workers fit on each node, keyed by node ID. Nodes without room are omitted.
 
-    Like Ray Train's ElasticScalingPolicy, this counts a node's total resources, because the group's own workers use
-    some of them, and ignores a head node without CPUs and GPUs.
+    Like Ray Train's ElasticScalingPolicy, this function counts a node's total resources, because the group's own
+    workers use some of them. A head node without CPUs and GPUs is ignored.
     """
     room = {}
     for node in nodes:
@@ -184,8 +186,8 @@ def find_room(nodes: list[dict[str, Any]], resources_per_worker: dict[str, float
 def choose_placement(room: dict[str, int]) -> str:
     """Return the strategy by which Ray places workers in survivor mode, given the room on each node.
 
-    While no node has room for a replacement, Ray 2.60 retries without a pause, which takes 91 % of one of the head's
-    CPUs (ray-project/ray#65007). With STRICT_SPREAD, where each worker needs its own node, Ray waits for another node
+    While no node has room for a replacement, Ray 2.60 retries without a pause, which uses 91 % of a CPU on the head
+    (ray-project/ray#65007). With STRICT_SPREAD, where each worker needs its own node, Ray waits for another node
     instead. This function therefore returns STRICT_SPREAD if no node has room for two workers.
     """
     return "STRICT_SPREAD" if set(room.values()) == {1} else "PACK"
@@ -234,8 +236,8 @@ def asked_nodes(
 ) -> Iterator[WorkerRange]:
     """Request nodes for the maximum number of workers, and yield the number of workers to start in survivor mode.
 
-    Ray replaces these workers, but adds none. If the run began with the minimum number, it would soon restart with more
-    workers. This function therefore waits for a first node, and then until no other node has joined for
+    Ray replaces lost workers, but adds no others. A run that began with the minimum number of workers would soon
+    restart with more. This function therefore waits for a first node, and then until no other node has joined for
     FIRST_SETTLED_S. With `one_machine`, it does not wait, because no other node can join.
     """
     if one_machine:

@@ -1,5 +1,7 @@
-"""Makes the receipts that record the cost of each restart. Rank 0 of the new worker group writes them after its first
-step."""
+"""Makes the receipts that record the cost of each restart.
+
+Rank 0 of the new worker group writes the receipt after its first step.
+"""
 
 import time
 from collections.abc import Sequence
@@ -30,7 +32,7 @@ class Phases(TypedDict, total=False):
 def make_receipt(
     start: StartPoint, state: TrainingState, incident: Incident, first_step: float, phases: Phases | None = None
 ) -> Receipt:
-    """Return the receipt of `start.attempt`, whose first step was done at `first_step` (seconds since the epoch).
+    """Return the receipt of `start.attempt`, whose first step ended at `first_step` (seconds since the epoch).
 
     `incident` is the incident that ended the previous group (`ControlChannel.begin_group`).
     """
@@ -77,10 +79,10 @@ def _why(before: Sequence[Attempt], incident: Incident) -> tuple[Cause, str]:
 def first_incident(start: StartPoint) -> Incident:
     """Return why a driver starts its first worker group, or an empty incident for a later group.
 
-    The run was taken over if the previous driver was still alive and belonged to a different job. The previous driver
-    was alive if it wrote a status after this driver had begun. If the two drivers run in different places, a status of
-    the previous driver from shortly before the claim is enough. A previous driver of the same job is lost, even if its
-    workers still run for a minute.
+    If the previous driver belonged to another job and was still alive, this job has taken over the run. The previous
+    driver counts as alive if it wrote a status after this driver had begun. In a different place, a status from shortly
+    before the claim is enough. A previous driver of the same job counts as lost, even if its workers run for another
+    minute.
     """
     own, other = start.past.status, start.past.other
     if not start.before:
@@ -108,7 +110,7 @@ def first_incident(start: StartPoint) -> Incident:
 def explain_error(error: RankError) -> Incident:
     """Return the incident for an error that a rank reports.
 
-    The incident is empty if the error is a consequence of the end of another process.
+    The incident is empty if the error is only a consequence of another process's end.
     """
     if error.failure.is_consequence:
         return Incident()

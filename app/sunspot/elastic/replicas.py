@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def arrange(
     members: Sequence[Member], shards: Mapping[Member, int], bound: Mapping[Member, float], degree: int
 ) -> list[Member]:
-    """Return the members of as many whole replicas of `degree` members as possible, by rank.
+    """Return members that form as many whole replicas of `degree` members as possible, in the order of their ranks.
 
     The member with rank r gets shard r % degree of replica r // degree. `shards` contains the shard that each member
     held last. Some members must keep this shard, because they hold its state. `bound` maps these members to the steps
@@ -38,7 +38,10 @@ def arrange(
 
 
 def newest_whole(steps: Mapping[Member, float], shards: Mapping[Member, int], degree: int) -> float:
-    """Return the newest step of which the members hold all shards, or -inf. `steps` contains each member's step."""
+    """Return the newest step for which the members hold all shards, or -inf if there is no such step.
+
+    `steps` contains the step of each member's state.
+    """
     held = [{step for member, step in steps.items() if shards[member] == shard} for shard in range(degree)]
     return max(set.intersection(*held), default=-math.inf)
 
@@ -46,7 +49,7 @@ def newest_whole(steps: Mapping[Member, float], shards: Mapping[Member, int], de
 def _split_by_node(
     members: Sequence[Member], shards: Mapping[Member, int], bound: Collection[Member], degree: int
 ) -> list[list[Member]]:
-    """Return as many whole replicas as possible. As few of them as possible have members on several nodes."""
+    """Return as many whole replicas as possible, with as few replicas as possible on more than one node."""
     pools: dict[str, list[Member]] = {}
     for member in members:
         pools.setdefault(member.node, []).append(member)
@@ -62,7 +65,7 @@ def _split_by_node(
 def _split(
     pool: Sequence[Member], shards: Mapping[Member, int], bound: Collection[Member], degree: int
 ) -> tuple[list[list[Member]], list[Member]]:
-    """Return the whole replicas that the members of a pool can form, and the other members."""
+    """Return the whole replicas that the members in `pool` can form, and the members that are left."""
     free = [member for member in pool if member not in bound]
     held: list[list[Member]] = [[] for _ in range(degree)]
     for member in pool:
@@ -81,7 +84,7 @@ def _split(
 
 
 def _rank_for(shard: int, before: int | None) -> int:
-    """Return a sort key that is smaller for a process that fits a shard better. The process held `before`."""
+    """Return a sort key for a process that last held shard `before`. A smaller key means a better fit for `shard`."""
     if before == shard:
         return 0
     return 1 if before is None else 2

@@ -81,8 +81,8 @@ def hand_over(
 
     Each rank without the state is assigned to a rank that has it. If the state is sharded, both ranks have the same
     shard. Each rank that has the state sends the tensors in `saved` to the ranks assigned to it, and its own result
-    contains no tensors. All ranks use the `metadata` of the first rank that has the state. After a loss, other ranks
-    that have the state can have different metadata.
+    contains no tensors. All ranks use the `metadata` of the first rank that has the state, because the metadata of
+    other such ranks can differ after a loss.
 
     If the state has several shards, no rank returns before every rank has received its shard. Until then, each rank
     keeps the shard of its previous state, which it would need if a sender was lost.
@@ -123,7 +123,7 @@ def hand_over(
 
 
 def assign_senders(surviving: SurvivingState, world_size: int) -> dict[int, int]:
-    """Return which rank sends its state to each rank that lacks it. Both ranks have the same shard."""
+    """Return the sender for each rank that lacks the state. The sender and the receiver have the same shard."""
     lacking = [rank for rank in range(world_size) if rank not in surviving.ranks]
     shards = surviving.shards
     holders = [cycle([rank for rank in surviving.ranks if rank % shards == shard]) for shard in range(shards)]
@@ -198,7 +198,7 @@ def _load_copy(copy: ChosenCopy, found: LocalState) -> TrainingState:
 
 
 def load_initial(settings: Settings, group: dist.ProcessGroup | None) -> TrainingState:
-    """Return the state in which a new run begins: INIT_FROM's weights, if it is set. All workers call this together.
+    """Return the initial state of a new run, with the weights of INIT_FROM if set. All workers call this together.
 
     If the model is sharded, each worker later reads only its parts. Raises the errors of `read_init`.
     """
@@ -218,7 +218,7 @@ def load_initial(settings: Settings, group: dist.ProcessGroup | None) -> Trainin
 def find_init_files(settings: Settings) -> WeightFiles | None:
     """Return the positions of the tensors in INIT_FROM, or None if every worker reads the whole state_dict.
 
-    Raises `SettingsError` if INIT_FROM is not usable.
+    Raises `SettingsError` if INIT_FROM cannot be used.
     """
     wanted = settings.init_from
     if not wanted.startswith("run:"):
@@ -274,7 +274,7 @@ def read_init(settings: Settings, group: dist.ProcessGroup | None) -> Any:
 def choose_init(settings: Settings) -> tuple[Checkpoint, ShardedContents | None] | str:
     """Return what INIT_FROM refers to: the newest intact checkpoint of a run, or the SHA-256 digest of a file.
 
-    The checkpoint comes with the contents of its parts, or None if it is not sharded.
+    A checkpoint is returned with the contents of its parts, or with None if the checkpoint is not sharded.
     """
     wanted = settings.init_from
     if not wanted.startswith("run:"):
@@ -292,7 +292,7 @@ def choose_init(settings: Settings) -> tuple[Checkpoint, ShardedContents | None]
 
 
 def load_init(settings: Settings, chosen: tuple[Checkpoint, ShardedContents | None] | str) -> Any:
-    """Return the state_dict that `choose_init` chose. Raises `ConflictError` if the source has changed since."""
+    """Return the state_dict that `choose_init` chose. Raises `ConflictError` if the source was replaced since."""
     wanted, content = settings.init_from, bytearray()
     replaced = _replaced(wanted)
     try:

@@ -1,4 +1,4 @@
-"""Finds a sick node, which the run leaves before the node fails. This module does no I/O.
+"""Finds a sick node, so that the run can leave the node before it fails. This module does no I/O.
 
 All workers wait for the slowest worker in each step, so a single slow node slows down the whole run. A hot GPU or a
 busy neighbor shows in the time of the forward passes, in which workers do not wait for each other. Late rows do not
@@ -29,7 +29,7 @@ AGAIN_AFTER_S = 1800.0
 def step_times(attempt: int, record: Mapping[str, Any], ranks: Mapping[str, np.ndarray]) -> StepTimes:
     """Return the step times of a record of the metric history.
 
-    `ranks` contains the numbers of each rank, float64 [ranks].
+    `ranks` maps each metric's name to its values on all ranks, float64 [ranks].
     """
     steps = record["steps"]
     usual = np.median(ranks["rows"])
@@ -62,11 +62,12 @@ class SlowestNode(NamedTuple):
 def find_sick_node(
     windows: Sequence[StepTimes], group: WorkerGroup, size_without: Callable[[str], int], least: int
 ) -> SickNode | None:
-    """Return the node that slows the group down and that the group should leave, or None.
+    """Return a node that slows the group down so much that the group should leave it, or None.
 
     `windows` are the newest metric windows, oldest first. The group's first window is ignored, because it includes the
-    warm-up. `size_without` returns how many workers would remain without a node. There must be at least `least` of
-    them, and they must not be slower than the whole group. Therefore no node is left while another one is as slow.
+    warm-up. `size_without` returns how many workers would remain without a node. At least `least` workers must remain,
+    and together they must not be slower than the whole group is now. If two nodes are equally slow, neither is
+    returned.
     """
     recent = [window for window in windows if window.attempt == group.attempt][1:]
     if len(recent) < MIN_WINDOWS:
@@ -100,7 +101,7 @@ def find_slowest_node(window: StepTimes, nodes: Mapping[int, str]) -> SlowestNod
 
 
 class SickNodes:
-    """Finds one sick node at a time, with a pause after each of them. One object serves all trainers of a driver."""
+    """Finds one sick node at a time, and pauses after each. All trainers of a driver share one `SickNodes`."""
 
     def __init__(self) -> None:
         self._not_before = -math.inf

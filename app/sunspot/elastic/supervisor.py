@@ -1,9 +1,9 @@
-"""Checks twice a second for node changes and stop requests, and passes them on to the workers. It runs in the driver.
+"""Checks for node changes and stop requests twice a second, and passes them on to the workers.
 
-It waits for the control channel and for Ray, but never for storage, because storage that hangs must not delay a notice
-or a SIGTERM. A thread of `run.outcome` reads storage for the driver, including the stop marker. Another thread reads
-how many workers are wanted (wanted_workers.py). Because a terminal may block a process that prints to it, lines about
-nodes go to `observe.progress`, which prints in a thread of its own.
+The supervisor runs in the driver. It waits for the control channel and for Ray, but never for storage, because storage
+that hangs must not delay a notice or a SIGTERM. A thread of `run.outcome` reads storage for the driver, including the
+stop marker. Another thread reads how many workers are wanted (wanted_workers.py). Because a terminal may block a
+process that prints to it, lines about nodes go to `observe.progress`, which prints in a thread of its own.
 """
 
 import logging
@@ -63,8 +63,9 @@ class Supervisor:
         membership: MembershipServer | None = None,
         wanted: WantedWorkers | None = None,
     ) -> None:
-        """Create a supervisor. Without a `monitor`, it does not check nodes. In survivor mode, it gets a `membership`
-        server and the number of workers that are `wanted`.
+        """Create a supervisor, which does not check nodes without a `monitor`.
+
+        `membership` and `wanted`, the number of workers that the run should have, are set only in survivor mode.
         """
         self._control = control
         self._stop_request = stop_request
@@ -90,7 +91,7 @@ class Supervisor:
         "Time of the last successful node check, or infinity once the user was warned."
 
     def tick(self) -> None:
-        """Pass on new notices and requests."""
+        """Pass new notices and requests on to the workers."""
         self._pass_on_stop()
         if self._monitor:
             try:
@@ -135,10 +136,10 @@ class Supervisor:
         ask_for_nodes(monitor.per_worker, self._range.most)
 
     def _size_of(self, group: WorkerGroup, size: int, nodes: list[dict[str, Any]]) -> int:
-        """Return a group's size for the decision whether a restart would add workers.
+        """Return the number of workers that a restart would have to exceed to be worthwhile.
 
-        `size` is the number of workers that Ray has started. Lost workers count, because Ray replaces them, unless the
-        group has given workers back and has been too small for SHORT_S.
+        `size` is the number of workers that Ray has started, including lost workers, because Ray replaces them. `size`
+        is ignored once the group has given workers back and has not changed for SHORT_S.
         """
         seen = group.attempt, [node["NodeID"] for node in nodes if node["Alive"]]
         if self._unchanged[0] != seen:
@@ -147,10 +148,11 @@ class Supervisor:
         return group.world_size if lasts else max(group.world_size, size)
 
     def _look_at_nodes(self, monitor: NodeMonitor) -> None:
-        """Restart the worker group if nodes are preempted or added.
+        """Restart the worker group if nodes are preempted, or if additional or better nodes are available.
 
-        A lost node is only recorded, because Ray Train restarts the group itself. If the head is about to go, the group
-        saves, and keeps training until the loss of the head ends the whole cluster.
+        A lost node is only recorded, because Ray Train restarts the group itself. In survivor mode, a preemption does
+        not restart the group if the group keeps some of its nodes. If the head is about to go, the group saves, and
+        keeps training until the loss of the head ends the whole cluster.
         """
         group, draining = self._control.call(ControlChannel.group), draining_nodes()
         if self._membership:  # the server may have formed a group that the control channel does not know yet
@@ -188,8 +190,8 @@ class Supervisor:
     def _leave_sick_node(self, membership: MembershipServer, group: WorkerGroup, least: int) -> None:
         """Leave a sick node of the group, if there is one, and let Ray schedule nothing more on it.
 
-        The node's processes keep their places until the next restart. The restart comes after SHORT_S if other nodes
-        have room for them.
+        The node's workers are not replaced before the next restart, which follows after SHORT_S if other nodes have
+        room.
         """
         windows = self._control.call(ControlChannel.step_times)
         sick = membership.leave_sick_node(windows, group, ray.get_runtime_context().get_node_id(), least)

@@ -1,7 +1,7 @@
-"""The number of workers that a run should have now: NUM_WORKERS, unless `sunspot scale` has narrowed it.
+"""Tracks the number of workers that a run should have: NUM_WORKERS, unless a user has reduced it (`sunspot scale`).
 
-A thread of its own reads the request from storage, because storage that hangs must not delay a preemption notice. If
-storage does not answer, the last known request stays in force.
+A separate thread reads the user's request from storage, because storage that hangs must not delay a preemption notice.
+If storage does not answer, the last known request stays in force.
 """
 
 from sunspot.run import Run
@@ -16,12 +16,12 @@ class WantedWorkers:
     """The number of workers that a run should have, which a user can change while the run trains."""
 
     def __init__(self, run: Run, given: WorkerRange) -> None:
-        """Create the initial state, without a request. `given` is the setting NUM_WORKERS."""
+        """Create the state before any request. `given` is the setting NUM_WORKERS."""
         self._run, self._given = run, given
         self._request: ScaleRequest | None = None
 
     def read(self) -> None:
-        """Read the request. Raises `StorageError`."""
+        """Read the user's request. Raises `StorageError`."""
         self._request = read_scale(self._run)
 
     @property

@@ -2,10 +2,10 @@
 
 A rank that hangs makes all others wait for it in the next collective. All watchdogs therefore act within moments of
 each other, and each one records its own rank's stacks. A watchdog is a thread, and cannot run while the training thread
-holds the GIL in C. For that case, it keeps postponing a timer that needs no Python (`faulthandler`). If that timer runs
-out, it ends the process and leaves the stacks in a file in the node's shared memory, and the next worker on the node
-uploads them. A stopped rank (SIGSTOP) leaves no stacks, and neither does a rank on a lost node. The other ranks' stacks
-still show which rank it was (`run.failures.suspects`).
+holds the GIL in C code. It therefore keeps postponing a timer that does not need the GIL (`faulthandler`). If this
+timer expires, it writes the stacks to a file in the node's shared memory and ends the process. The next worker on the
+node uploads the file. A stopped rank (SIGSTOP) leaves no stacks, and neither does a rank on a lost node. The other
+ranks' stacks still show which rank has stopped (`run.failures.suspects`).
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class Watchdog:
 
     A `timeout_s` of 0 disables the watchdog. Before the process ends, the watchdog records an event in this rank's
     journal and calls `on_hang`. It does the same for a rank of the previous attempt that left only its stacks on this
-    node. Ranks take no steps until their group has claimed an attempt. Until then, hearing from the other ranks counts
-    as a heartbeat.
+    node. Before the group has claimed an attempt, ranks take no steps, so each message from the other ranks counts as a
+    heartbeat.
     """
 
     def __init__(
@@ -110,7 +110,10 @@ class Watchdog:
         on_hang: OnHang,
         around_pauses: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        """Create a watchdog. Whenever it expects no heartbeat, it enters a context created by `around_pauses`."""
+        """Create a watchdog.
+
+        `around_pauses` returns a context manager that is entered while no heartbeat is expected.
+        """
         self._around_pauses = around_pauses
         self._run = run
         self._rank = rank
@@ -136,7 +139,7 @@ class Watchdog:
         self._attempt = attempt.number
 
     def heartbeat(self, step: int | None = None) -> None:
-        """Record progress.
+        """Record that this rank has made progress.
 
         `step` is the number of optimizer steps, or None after an evaluation batch or a round of `run_on_all_ranks`.
         """
@@ -146,7 +149,10 @@ class Watchdog:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Expect no heartbeat during an operation that has its own time limit, such as a wait for storage."""
+        """Context manager in which no heartbeat is expected.
+
+        Use it for an operation that has its own time limit, such as a wait for storage.
+        """
         self._paused = True
         try:
             with self._around_pauses():
@@ -230,11 +236,11 @@ def _cancel_timers_at_fork() -> None:
 
 @contextlib.contextmanager
 def ended_after(limit_s: float, until: str) -> Iterator[None]:
-    """Context manager that ends this process, with its stacks on stderr, if its body takes longer than `limit_s`
-    seconds.
+    """Context manager that ends this process if its body takes longer than `limit_s` seconds.
 
-    `until` describes what should have happened within this time. No watchdog may be active at the same time, because a
-    process has only one timer that works without the GIL (`faulthandler`).
+    The process prints its stacks on stderr before it ends. `until` describes what should have happened within this
+    time. No watchdog may be active at the same time, because a process has only one timer that works without the GIL
+    (`faulthandler`).
     """
     _cancel_timers_at_fork()
 
@@ -256,7 +262,7 @@ def ended_after(limit_s: float, until: str) -> Iterator[None]:
 
 
 def describe(header: dict[str, Any], dump: str, now: float) -> Hang:
-    """Return where a rank hung, according to the `dump` of all its threads from `faulthandler`."""
+    """Describe where a rank hung, given the `dump` of its threads that `faulthandler` wrote."""
     parts = re.split(r"^(Current t|T)hread (0x[0-9a-f]+) \(most recent call first\):\n", dump, flags=re.MULTILINE)
     threads: dict[int, str] = {}
     for kind, number, text in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
@@ -338,5 +344,5 @@ def stacks_folder() -> Path:
 
 
 def stacks_prefix(run: Run) -> str:
-    """Return the prefix of the names of the run's files in `stacks_folder()`."""
+    """Return the prefix of the file names that a run uses in `stacks_folder()`."""
     return f"{FILE_PREFIX}{hashlib.sha256(run.location.encode()).hexdigest()[:12]}-"

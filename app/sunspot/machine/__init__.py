@@ -1,1 +1,1 @@
-"""The machine of this process: memory limits, shared memory, private folders, signals and local HTTP servers."""
+"""Helpers for the local machine: memory limits, shared memory, private folders, signals and HTTP servers."""

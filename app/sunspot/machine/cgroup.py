@@ -99,7 +99,7 @@ def _folders(controller: str, groups: Path, process: Path) -> Iterator[Path]:
 
 
 def _read(file: Path) -> str:
-    """Return the text of a kernel file, in which process and group names can contain any bytes."""
+    """Return the text of a kernel file, even if names of processes or groups in it are not valid UTF-8."""
     return os.fsdecode(file.read_bytes())
 
 

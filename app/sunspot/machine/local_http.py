@@ -1,4 +1,4 @@
-"""Base of the two HTTP servers: the live page of all runs, and the proxy of a run's Ray dashboard.
+"""The base class of two HTTP servers, for the live page of all runs and the proxy of a run's Ray dashboard.
 
 A client can open connections and send nothing, so request headers must arrive in time, and idle connections are closed
 to make room for new ones. Any web page can make a visitor's browser send requests here under the page's own host name

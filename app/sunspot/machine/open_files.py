@@ -1,4 +1,4 @@
-"""The limit on the number of files, including sockets, that this process can have open."""
+"""Raises the limit on the number of files, including sockets, that this process can have open."""
 
 import resource
 

@@ -12,7 +12,7 @@ from sunspot.errors import SettingsError
 def private_folder(parent: Path | None = None) -> Path:
     """Return this user's private folder below `parent`, which defaults to the folder for temporary files.
 
-    The folder is created if necessary. Raises `SettingsError` if that fails or if it belongs to another user.
+    The folder is created if necessary. Raises `SettingsError` if it cannot be created or belongs to another user.
     """
     try:
         return make_private_folder(parent or Path(tempfile.gettempdir()))

@@ -41,7 +41,7 @@ class Pages:
             view = view[os.write(self._descriptor, view) :]
 
     def complete(self) -> None:
-        """Declare that the content is complete, so that `find_pages` returns it as long as any process maps it."""
+        """Mark the content as complete, so that `find_pages` can find it as long as any process maps it."""
         with suppress(AttributeError, OSError):  # temporary files, and systems other than Linux, have no seals
             fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
 
@@ -49,7 +49,7 @@ class Pages:
 def find_pages(name: str, size: int) -> torch.Tensor | None:
     """Map the pages that another process of this user has completed and still maps, or return None if no process does.
 
-    The descriptor of a mapped file stays open in the process that maps it, where Linux shows its name.
+    A process that maps the file keeps a descriptor open, and Linux lists the descriptors with the file's name in /proc.
     """
     for path in glob.iglob("/proc/[0-9]*/fd/*"):
         with suppress(OSError):

@@ -12,7 +12,7 @@ def end_signals() -> list[signal.Signals]:
 
 
 def raise_end_signals() -> None:
-    """Make SIGTERM and SIGHUP raise `TerminatedError` in the main thread, like SIGINT raises `KeyboardInterrupt`.
+    """Make SIGTERM and SIGHUP raise `TerminatedError` in the main thread, as SIGINT raises `KeyboardInterrupt`.
 
     Later signals are ignored, because senders often repeat a signal while the process still records how it ended.
     """

@@ -36,7 +36,7 @@ class Sums:
             self._rows[name] = self._rows.get(name, 0) + rows.shape[0]
 
     def mean(self, name: str) -> torch.Tensor | None:
-        """Return the mean of the values with a name, float64 [], on their device, or None if there are no rows."""
+        """Return the mean of a name's values, float64 [], on their device, or None if the name has no rows."""
         rows = self._rows.get(name)
         return self._sums[name] / rows if rows else None
 
@@ -46,7 +46,7 @@ class Sums:
 
 
 class Combined(NamedTuple):
-    """All workers' numbers in a window, combined."""
+    """The combined numbers of all workers in a window."""
 
     rows: int
     "The total number of rows of all workers."
@@ -92,7 +92,7 @@ class CopyInMemory:
     """A number that is being copied from a GPU to main memory."""
 
     def __init__(self, number: torch.Tensor) -> None:
-        """Begin the copy. The GPU makes it once it has computed the number."""
+        """Begin the copy, which the GPU makes once it has computed the number."""
         self._copy = torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
         self._end = torch.cuda.Event()
         self._end.record()
@@ -139,10 +139,10 @@ RECENT_ROWS = 10_000
 
 
 class RecentMeans:
-    """Means over the newest windows. A single window might cover only one step, which makes its means noisy."""
+    """Means over the newest windows. The means of a single window are noisy, because it might cover only one step."""
 
     def __init__(self, epoch_rows: int, before: Mapping[str, Any]) -> None:
-        """`before` contains the metrics of the state from which training continues."""
+        """Begin with the means in `before`, the metrics of the state from which training continues."""
         self._enough = min(RECENT_ROWS, epoch_rows)
         rows = before.get("recent_rows")
         self._windows = [(rows, before)] if isinstance(rows, int) else []
@@ -167,7 +167,7 @@ NUMBERS = ("seconds", "time", "step_time_median_s", "step_time_p95_s", "data_wai
 
 
 class MetricWindow:
-    """This worker's numbers since the window opened. `close` reduces all workers' numbers to one record."""
+    """A worker's numbers over a window of steps. `close` reduces the numbers of all workers to one record."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, recent: RecentMeans) -> None:
         self._group = group
@@ -229,8 +229,8 @@ class MetricWindow:
     def close(self, step: int, epoch: int, learning_rate: float) -> MetricRecord:
         """Reduce all workers' windows to a record, set `own` and `ranks`, and open a new window.
 
-        All workers must call this together, and get the same record. For each name in NUMBERS, it contains the largest
-        of the workers' values.
+        All workers must call this together, and get the same record. For each name in NUMBERS, the record contains the
+        largest of the workers' values.
         """
         throttling = read_throttling().since(self._throttling)
         self.own = {

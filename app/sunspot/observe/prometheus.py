@@ -1,6 +1,6 @@
 """Exports a run's metrics to Prometheus through Ray's exporter. Each node exposes the metrics of its own processes.
 
-Ray prefixes the names below with `ray_` and adds labels, including `WorkerId`, so each worker process has its own
+Ray prefixes the names below with `ray_` and adds labels, including `WorkerId`, so each worker process has its own time
 series. A process's counters keep their last value after it has ended. Ray's agent drops gauges that have not been set
 for 20 s, so a thread sets all gauges repeatedly.
 """
@@ -107,7 +107,7 @@ class Telemetry:
         stall_s: Callable[[], float],
         read_run: Callable[[], RunGauges] | None,
     ) -> None:
-        """Create the metrics of one rank.
+        """Create the metrics for one rank.
 
         `stall_s` returns the seconds for which copying the state delayed training. On rank 0, `read_run` returns the
         metrics of the whole run.
@@ -133,7 +133,7 @@ class Telemetry:
     # ---------------------------------------------------------------------------- training thread
 
     def took_step(self, step: int, seconds: float) -> None:
-        """Count a step. `step` is the number of steps taken, and `seconds` is the duration of this step."""
+        """Count a step. `step` is the number of steps so far, and `seconds` is the duration of this step."""
         self._step = step
         self._sums["steps_total"] += 1
         self._durations.append(seconds)

@@ -30,7 +30,7 @@ INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """A worker's rank in a group."""
+    """A worker's rank in its group, and facts about the group."""
 
     group: dist.ProcessGroup | None = None
     "The CPU process group for agreements, separate from the one for gradients. None for a single worker."
@@ -73,7 +73,7 @@ They are in a module variable, because most callers of `run_on_all_ranks` do not
 
 
 def sync_buffers(model: torch.nn.Module, sums: SumGuard | None) -> None:
-    """Copy rank 0's buffers to every worker, so that all workers have the buffers of a checkpoint.
+    """Copy rank 0's buffers to every worker, so that all workers have the buffers that a checkpoint contains.
 
     All workers must call this together. Before this call, each worker's batch norm statistics come only from its own
     rows. DDP also copies the buffers, but not until the next forward pass. With `sums`, an aborted broadcast changes
@@ -106,7 +106,7 @@ def unflatten(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
 
 
 def same_parameters(model: torch.nn.Module, place: WorkerPlace) -> bool:
-    """Return True if all workers' parameters have the same bit sums. All workers must call this together.
+    """Return True if the parameters' `sum_of_bits` is the same on all workers. All workers must call this together.
 
     Under hsdp, this compares workers with the same shard.
     """
@@ -161,7 +161,7 @@ def _gather_tensors(mine: torch.Tensor, group: dist.ProcessGroup) -> list[torch.
 
 
 def any_rank(group: dist.ProcessGroup, *mine: bool) -> list[bool]:
-    """Return for each flag whether any worker has set it. All workers must call this together."""
+    """Return, for each flag, True if any worker has set it. All workers must call this together."""
     flags = torch.tensor(mine, dtype=torch.uint8)
     dist.all_reduce(flags, dist.ReduceOp.MAX, group)
     return [bool(flag) for flag in flags.tolist()]

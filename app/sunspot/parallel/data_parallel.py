@@ -30,9 +30,9 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class Passes:
-    """The passes of a model for which gradients are averaged.
+    """The state of a model's forward and backward passes, which decides when gradients are averaged.
 
-    They are not attributes of the model, because setting an attribute of a module takes 3 us.
+    These values are not attributes of the model, because setting an attribute of a module takes 3 us.
     """
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class DataParallel(DistributedDataParallel):
         return output
 
     def count_rows(self, counted: bool) -> None:
-        """Set whether the rows of later passes count. Rows with weight 0 do not, and mark no parameter as used."""
+        """Set whether the rows of later passes count. Rows with weight 0 do not, so they mark no parameters as used."""
         if not counted:
             if self._unused_before is None:
                 self._unused_before = [each for each in self._averaged if each.grad is None]
@@ -136,7 +136,7 @@ class DataParallel(DistributedDataParallel):
                 self._averaged[index].grad = None
 
     def _find_waiting(self) -> list[int]:
-        """Return the indices of the parameters that an unfinished averaging waits for, if any."""
+        """Return the indices of the parameters for which an unfinished averaging still waits."""
         try:
             self._check_reducer_finalized()  # torch has no public API for this (2.15)
         except RuntimeError as error:
@@ -255,8 +255,8 @@ def average(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
 def find_norms(module: nn.Module) -> list[nn.Module]:
     """Return the batch norms of a model, or an empty list if other modules have buffers, too.
 
-    In training mode, these modules do not use their buffers. So rank 0's buffers need not be sent before each pass, and
-    `sync_buffers` sends them before they are used or saved.
+    Batch norms do not use their buffers in training mode. Rank 0's buffers are therefore not sent before each pass, but
+    by `sync_buffers` before they are used or saved.
     """
     having = [each for each in module.modules() if each._buffers]
     return having if all(type(each) in BATCH_NORMS for each in having) else []

@@ -112,13 +112,13 @@ class StepDecisionBroadcast:
 class EvaluationEnd:
     """Ends an evaluation on all workers after the same round of messages. Each worker evaluates at its own pace.
 
-    Rounds take place about every ASK_EVERY_S. A worker with rows left does not wait for a round. A worker without rows
-    waits, but only until the slowest worker's next batch. Rounds continue until no worker has rows left, or until a
-    worker is asked to stop or restart.
+    Rounds take place about every ASK_EVERY_S. A worker that still has rows does not wait for a round. A worker that has
+    no rows left waits, but only until the slowest worker begins its next batch. Rounds continue until no worker has
+    rows left, or until a worker is asked to stop or restart.
     """
 
     def __init__(self, group: dist.ProcessGroup, together: bool) -> None:
-        """Create the state with which the workers agree when one evaluation ends.
+        """Create the state for one evaluation, whose end the workers decide together.
 
         `together` is True if all workers must run each forward pass together.
         """

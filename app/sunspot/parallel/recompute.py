@@ -51,7 +51,7 @@ def _recompute(block: nn.Module) -> None:
 
 
 class KeptBuffers(AbstractContextManager[None]):
-    """Context manager that undoes all changes of a block's buffers, such as the running statistics of batch norm.
+    """Context manager that undoes all changes to a block's buffers, such as the running statistics of batch norm.
 
     It can be entered several times, because a graph may be used for several backward passes.
     """

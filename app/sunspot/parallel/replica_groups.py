@@ -1,4 +1,4 @@
-"""Process groups of PARALLEL=hsdp, which shards a model within a replica and replicates it between replicas.
+"""Process groups for PARALLEL=hsdp, which shards a model within a replica and replicates it between replicas.
 
 A replica is a set of `degree` workers that together hold one copy of the model. Rank r holds shard r % degree of
 replica r // degree:
@@ -36,7 +36,7 @@ STUCK_S = 5.0
 
 
 class ReplicaGroups:
-    """The groups of this worker's replica and of this worker's shard, which are replaced after each loss."""
+    """The process groups of a worker's replica and shard. They are replaced after each loss."""
 
     def __init__(self, degree: int) -> None:
         """Prepare groups with `degree` workers in each replica."""
@@ -81,7 +81,7 @@ class ReplicaGroups:
 
     @contextmanager
     def pretend(self, shard: int) -> Iterator[None]:
-        """Context manager inside which this process can shard a model before it is in any group."""
+        """Context manager that lets this process shard a model before the process is in any group."""
         dist.init_process_group(dist.Backend.FAKE, rank=shard, world_size=self.degree)
         self._shape = dist.group.WORLD
         try:
@@ -94,7 +94,7 @@ class ReplicaGroups:
         """Make FSDP2 modules communicate through the newest groups.
 
         From now on, a collective of a single DTensor raises an error, because the group of its mesh is destroyed.
-        Without that, the `fake` backend would return a wrong result.
+        Otherwise, the group's `fake` backend would return a wrong result.
         """
         dist.destroy_process_group(self._shape)
         gather, scatter = Gather(self), Scatter(self)
@@ -129,7 +129,7 @@ class ReplicaGroups:
         return value
 
     def await_all_workers(self, device: torch.device) -> None:
-        """Wait until all workers of all replicas have called this. If `device` is a GPU, only the GPU waits."""
+        """Wait until all workers of all replicas have called this method. If `device` is a GPU, only the GPU waits."""
         with self._collective():
             dist.all_reduce(torch.zeros(1, device=device))
 

@@ -1,6 +1,6 @@
 """Gives each worker the whole model and optimizer state (ddp), or a part of each tensor (fsdp).
 
-Modules that only fsdp needs are imported on use, because importing them takes seconds.
+Modules that only fsdp needs are imported when they are first used, because importing them takes seconds.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def is_fsdp(model: object) -> TypeIs[FSDPModule]:
 
 
 def discard_pass(model: nn.Module) -> None:
-    """Free what an interrupted forward or backward pass of a sharded model has gathered or reduced."""
+    """Free the memory that an interrupted forward or backward pass of a sharded model has allocated."""
     if is_fsdp(model):
         with suppress(AttributeError):  # torch 2.15 raises it before the first pass, when there is nothing to discard
             model.reset_iter_state()
@@ -192,7 +192,7 @@ def is_dtensor(tensor: object) -> TypeIs[DTensor]:
 
 
 def _class(module: str, name: str) -> Any:
-    """Return a class for `isinstance`, or () if its module is not imported. In that case, no instances exist."""
+    """Return a class for `isinstance`, or () if the class's module is not imported, so that no instances can exist."""
     return getattr(sys.modules.get(module), name, ())
 
 
@@ -244,7 +244,7 @@ def shard_like(value: Any, parameter: Any) -> Any:
 
 
 def shard_model_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Shard each tensor of a state_dict like the model's own tensor of this name."""
+    """Shard each tensor of a state_dict like the tensor of the same name in the model."""
     own = model.state_dict()
     return {name: shard_like(value, own.get(name)) for name, value in state.items()}
 

@@ -2,16 +2,16 @@
 
 An aborted NCCL collective ends without an error, and leaves a wrong sum. A worker could wait for the sums before each
 change of parameters, but then the GPU has no work until the optimizer's kernels arrive. Instead, the GPU itself finds
-out whether the sums count:
+out whether the sums are complete:
 
 1. `trip` sets a word in main memory. `ProcessGroups.break_collectives` calls it *before* it aborts any
    collective.
 2. `begin_step` queues a read of this word behind the sums. If the GPU reads 0, no abort had begun by then, so the sums
    are complete. If it reads 1, they may be wrong.
-3. A fused optimizer gets the value that was read as `found_inf`, with which gradient scalers cancel a step. If it is
-   1, the step changes neither parameters nor the optimizer's state.
-4. `confirm` waits for the end of the step, one step later, and returns whether the step counts. So at most one step is
-   in doubt at any time.
+3. A fused optimizer gets this value as its `found_inf`, which gradient scalers use to cancel a step. If the value is 1,
+   the step changes neither parameters nor the optimizer's state.
+4. `confirm` is called one step later. It waits for the end of the step, and returns whether the step counts. At most
+   one step is therefore in doubt at any time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Event(Protocol):
 
 
 class SumGuard:
-    """Guards one group's sums on this worker's device."""
+    """Protects the parameters on this worker's device from one group's wrong sums."""
 
     def __init__(self, device: torch.device | None = None, new_event: Callable[[], Event] = torch.cuda.Event) -> None:
         """Create a guard for sums that are computed on `device`.
@@ -83,9 +83,10 @@ class SumGuard:
         return not self.aborted
 
     def can_cancel(self, optimizer: Optimizer) -> bool:
-        """Return True if the device can cancel an optimizer's next step in case the sums are not complete.
+        """Return True if the device can cancel an optimizer's next step if the sums turn out to be incomplete.
 
-        A parameter's first step needs complete sums, because fused SGD would keep a momentum that it has not written.
+        This is False in a parameter's first step, because a cancelled step would leave fused SGD with a momentum buffer
+        that was never written.
         """
         if not self._on or not type(optimizer).__module__.startswith("torch.optim."):
             return False
@@ -103,7 +104,7 @@ class SumGuard:
         cast(Any, optimizer).found_inf = self._read
 
     def end_step(self) -> bool:
-        """Return True if a step that can be cancelled was queued, which makes it in doubt. Call this after the step."""
+        """Return True if the device may still cancel the step, which is then in doubt. Call this after the step."""
         if not (self._release() and self._event):
             return False
         self._result.copy_(self._read, non_blocking=True)
@@ -112,26 +113,26 @@ class SumGuard:
         return True
 
     def confirm(self) -> bool:
-        """Wait until the device has taken the newest step, and return False if the step was cancelled."""
+        """Wait until the device has completed the newest step, and return False if the step was cancelled."""
         if self._in_doubt and self._event:
             self._event.synchronize()
             self._in_doubt = bool(self._result)
         return not self._in_doubt
 
     def settle(self) -> bool:
-        """Wait for the device after the end of the group, and return False if the newest step was cancelled."""
+        """Wait for the device after the group has ended, and return False if the newest step was cancelled."""
         self._release()  # an error has ended the optimizer's step
         return self.confirm()
 
     def _release(self) -> bool:
-        """Let the optimizer take its next step unconditionally. Return True if its step has begun."""
+        """Let the optimizer take its next step unconditionally. Return True if `begin_step` was called for a step."""
         optimizer, self._stepping = self._stepping, None
         if optimizer:
             del cast(Any, optimizer).found_inf
         return optimizer is not None
 
     def keep_complete(self, before: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-        """Return what a collective `received`, or the values `before` it if the collective may have been aborted."""
+        """Return `received`, the result of a collective, or `before` if the collective may have been aborted."""
         if not self._on:
             return received
         return torch.where(torch.empty_like(self._read).copy_(self._word, non_blocking=True) > 0, before, received)

@@ -1,4 +1,4 @@
-"""Sends tensors from worker to worker with gloo. The loss of a worker ends a transfer at once."""
+"""Sends tensors from worker to worker with gloo. If a worker is lost, its transfers fail at once."""
 
 from __future__ import annotations
 

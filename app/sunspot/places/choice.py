@@ -2,13 +2,13 @@
 
 The rule, in order:
 
-1. Places that the rest of the budget cannot pay for are excluded.
-2. If the time left barely suffices for the work, the run goes to on-demand nodes while these can meet the deadline.
+1. Places that the remaining budget cannot pay for are excluded.
+2. If the time left is barely enough for the work, the run goes to a place with on-demand nodes, if one is left.
 3. Otherwise the run goes to the cheapest place that is expected to keep the pace. The pace is the share of the wanted
-   nodes that meets the deadline if the run has them until then. Without a deadline, it is USUAL_PACE.
+   nodes with which the run would just meet the deadline. Without a deadline, the pace is USUAL_PACE.
 4. If no place keeps the pace, the run goes to the place with the most nodes.
 
-A place other than the current one must pay for the move within STAY_S, so the run does not move back and forth.
+The cost of a move must be saved within STAY_S in the new place, so that the run does not move back and forth.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LEAST_PACE = 0.05
 
 @dataclass(frozen=True)
 class Offer:
-    """A place with its price."""
+    """A place and the price of its nodes."""
 
     place: str
     price: float | None = None
@@ -47,7 +47,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Move:
-    """The cost of moving a run to another place."""
+    """The time and money that it costs to move a run to another place."""
 
     start_s: float = 600.0
     "Seconds until a new place has nodes, or is known to have none. The run trains in the old place meanwhile."
@@ -68,7 +68,7 @@ def plan_move(state_bytes: float, bytes_per_s: float, price_per_gb: float, start
 
 @dataclass(frozen=True)
 class Situation:
-    """A run's place, and the work that is left."""
+    """A run's current place and remaining work."""
 
     now: float
     "Seconds since the epoch."
@@ -81,7 +81,7 @@ class Situation:
 
 @dataclass(frozen=True)
 class Goal:
-    """The user's limits."""
+    """The user's deadline and budget for a run."""
 
     deadline: float | None = None
     "Seconds since the epoch."
@@ -91,7 +91,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen place and the reasons."""
+    """The chosen place and the reason for the choice."""
 
     place: str
     "The place's name, or an empty string if the run must stop because its budget is spent."
@@ -103,7 +103,7 @@ class Choice:
 def choose_place(
     offers: Sequence[Offer], known: Mapping[str, Experience], situation: Situation, goal: Goal = Goal()
 ) -> Choice:
-    """Return the place where the run should be.
+    """Return the place where the run should train.
 
     `known` maps each place where recent runs requested nodes to the nodes that they got. Raises `ValueError` if
     there are no offers.
@@ -119,7 +119,7 @@ def choose_place(
     warning = "" if affordable else "the budget will be spent before the work is done"
 
     def cost(place: str) -> float:
-        """Return the price of all nodes for an hour, including this hour's share of the cost of a move."""
+        """Return the price of all nodes for an hour, including an hour's share of the cost of moving there."""
         if not here or place == here:
             return prices[place]
         useful_hours = max(LEAST_PACE, shares[place]) * STAY_S / HOUR_S
@@ -169,7 +169,7 @@ def _fill_prices(offers: Sequence[Offer]) -> dict[str, float]:
 
 
 def _is_affordable(price: float, work_s: float | None, goal: Goal) -> bool:
-    """Return True if the budget pays for all the work that is left at this price, or if either is unknown."""
+    """Return True if the budget pays for all remaining work at this price, or if the budget or the work is unknown."""
     return goal.budget is None or work_s is None or price * work_s / HOUR_S <= goal.budget
 
 

@@ -1,4 +1,4 @@
-"""Remembers how many nodes a place provided, and predicts how many it provides now."""
+"""Remembers how many nodes a place has provided, and predicts how many it would provide now."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Sighting:
 
 @dataclass(frozen=True)
 class Experience:
-    """The memory of a place's nodes, as of its last sighting."""
+    """A summary of all sightings of a place, as of the last sighting."""
 
     time: float
     "The time of the last sighting, in seconds since the epoch."
@@ -43,7 +43,7 @@ class Experience:
     "The exponentially weighted average of the shares until then."
 
     def then(self, time: float, share: float) -> Experience:
-        """Return the experience after another sighting. A sighting that is not newer changes nothing."""
+        """Return the experience after another sighting, or the same experience if the sighting is not newer."""
         passed_s = time - self.time
         if passed_s <= 0:
             return self
@@ -54,14 +54,15 @@ class Experience:
     def expect(self, now: float) -> float:
         """Return the expected share of the wanted nodes, from 0 to 1.
 
-        The share is the last one or the average, whichever is lower: a place that just lost its nodes is left at once,
-        and a place that just got them back is trusted slowly. With time, the shortage is forgotten.
+        The result is based on the last share or the average, whichever is lower. A place that has just lost its nodes
+        is therefore left at once, and a place that has just regained them is trusted only slowly. With time, the result
+        rises toward 1.
         """
         return _forgive(min(self.share, self.average), max(0.0, now - self.time))
 
 
 def learn(sightings: Iterable[Sighting]) -> dict[str, Experience]:
-    """Return the experience with each place that was seen."""
+    """Return the experience of each place in the sightings, keyed by place."""
     known: dict[str, Experience] = {}
     for each in sorted(sightings, key=lambda sighting: sighting.time):
         before = known.get(each.place)
@@ -72,5 +73,5 @@ def learn(sightings: Iterable[Sighting]) -> dict[str, Experience]:
 
 
 def _forgive(share: float, passed_s: float) -> float:
-    """Return the share that is expected some seconds after the place gave `share`. It rises towards 1."""
+    """Return the share that is expected `passed_s` after a place provided `share`. It rises toward 1 with time."""
     return 1 - (1 - share) * math.exp(-passed_s / FORGOTTEN_AFTER_S)
