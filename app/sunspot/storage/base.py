@@ -47,7 +47,7 @@ RACE_PAUSE_S = 0.2
 """Seconds between the first two attempts. Each later pause is longer by the same amount."""
 
 OnUnreadable = Callable[[str, StorageError], Any]
-"""A function that is called with the key and the error of each folder that cannot be read."""
+"""A function that is called with the key and the error of each file or folder that cannot be read."""
 
 
 class Entry(NamedTuple):
@@ -172,7 +172,7 @@ class Storage(ABC):
         """List every object below `prefix`, sorted by key."""
 
     def list_readable(self, prefix: str, on_unreadable: OnUnreadable) -> Sequence[Entry]:
-        """List the objects below `prefix`, but call `on_unreadable` for each folder that cannot be read."""
+        """List the objects below `prefix`, and call `on_unreadable` for each file or folder that cannot be read."""
         return self.list(prefix)
 
     def list_folders(self) -> Sequence[str]:

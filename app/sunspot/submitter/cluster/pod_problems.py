@@ -89,7 +89,10 @@ def find_problem(pod: PodView, warnings: Warnings = ()) -> PodProblem | None:
 
 
 def find_refusal(job: JobView, warnings: Warnings, group: str) -> PodProblem | None:
-    """Return the newest reason why a RayJob's pods cannot be created, such as a quota, or None."""
+    """Return the newest reason why a RayJob's pods cannot be created, such as a quota.
+
+    Returns None if no warning gives such a reason. `group` is the name to use for the pods' group.
+    """
     for event in warnings:
         if event.object in (job.cluster, job.name) and event.reason.startswith("FailedToCreate"):
             return PodProblem(Diagnosis.REFUSED, "", group, event.message)
