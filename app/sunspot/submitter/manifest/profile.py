@@ -149,7 +149,7 @@ class Toleration(_Part):
 
 
 class Spot(_Part):
-    """The label that identifies spot nodes. Workers run on these nodes, and the head never does."""
+    """The label that identifies spot nodes. Workers run on these nodes by default, and the head never does."""
 
     label: Key = _takes("the label of spot nodes", ...)
     value: LabelValue = _takes("the label's value, in quotes", ...)
@@ -351,7 +351,7 @@ class Profile(_Part):
 
 
 class Place(Profile):
-    """A cluster, or a group of nodes in a cluster, and what differs there from the rest of the profile."""
+    """A cluster, or a group of nodes in a cluster, with the profile keys whose values differ there."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$")] = _takes(
         "at most 32 lower-case letters, digits and '-'", ...
