@@ -16,8 +16,8 @@ To add a backend:
    STORAGE_TIMEOUT_S. `Writer` counts the bytes that are written.
 4. Make `create` atomic among all writers, because it decides which process owns a run. `prove.prove` checks it.
 5. Add the scheme to BACKENDS in storage/__init__.py, and to BUCKET_URLS and the pattern of STORAGE_PATH in
-   settings/definitions.py. For datasets, add it to CLIENTS in data/dataset_files.py. For pods without a Secret, add it
-   to SCHEMES in submitter/manifest/foreign_storage.py.
+   settings/definitions.py. For datasets, add the scheme to CLIENTS in data/dataset_files.py. For pods without a
+   Secret, add the scheme to SCHEMES in submitter/manifest/foreign_storage.py.
 6. Add an extra for the cloud's client to pyproject.toml, and to CLOUDS in the Makefile. Add the client's modules to
    mypy's `ignore_missing_imports` list in pyproject.toml and to NETWORK_CLIENTS in elastic/failures.py. Add the
    credentials to docs/storage.md.
@@ -178,7 +178,7 @@ class Storage(ABC):
     def list_folders(self) -> Sequence[str]:
         """List the names of the top-level folders, sorted.
 
-        This implementation lists every object. Buckets override it with a faster one, which lists only folders.
+        This default implementation lists every object. Buckets override it and list only the folders.
         """
         return sorted({entry.key.partition("/")[0] for entry in self.list("") if "/" in entry.key})
 

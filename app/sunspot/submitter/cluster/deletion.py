@@ -86,7 +86,7 @@ class RunContents:
     def name_foreign(self) -> str:
         """Describe the files in the run's folder that do not belong to the run, such as `photos, notes.txt: 12 files`.
 
-        Returns an empty string if there are none.
+        Returns an empty string if there are no such files.
         """
         tops = [*dict.fromkeys(_top(self.run, entry.key) for entry in self.foreign)]
         more = f" and {len(tops) - MAX_NAMED} more" if len(tops) > MAX_NAMED else ""
@@ -225,8 +225,8 @@ def delete_run(run: Run, jobs: Sequence[JobView] = (), cluster: Cluster | None =
 def deletion_order(run: Run, keys: Iterable[str]) -> list[list[str]]:
     """Return the run's keys in groups, sorted by the order in which the groups must be deleted.
 
-    Attempts come first, so that a surviving process can no longer commit. Manifests follow, because a checkpoint
-    without a manifest is ignored. The objects that identify the run come last.
+    Attempts come first, so that a surviving process can no longer commit a checkpoint. Manifests follow, because a
+    checkpoint without a manifest is ignored. The objects that identify the run come last.
     """
     groups: list[list[str]] = [[], [], [], []]
     for key in keys:

@@ -4,7 +4,7 @@
 2. Once a minute, `Mover` calls `places.choose_place` with what happened to this and other runs in each place.
 3. `moving.move_run` renders the RayJob's request (see `applied`) for the chosen place, and moves the run there.
 
-If a mover ends during a move, nothing is lost: the drivers complete the move, and the next mover follows it.
+If a mover ends during a move, nothing is lost: the drivers complete the move, and the next mover follows the move.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ CLAIMED_WITHIN_S = 180.0
 def may_consider(snapshot: RunSnapshot, now: float) -> bool:
     """Return True if a move to another place may be considered. `now` is in seconds since the epoch.
 
-    A run stays if it has ended, or if a RayJob other than its newest one trains it. If a run has no driver yet, a move
-    is considered after NODES_WITHIN_S. If its driver is silent, a move is considered after LOST_AFTER_S, because the
-    operator may replace the head.
+    A run is not moved if it has ended, or if something other than its newest RayJob trains it. If a run has no driver
+    yet, a move is considered after NODES_WITHIN_S. If its driver is silent, a move is considered after LOST_AFTER_S,
+    because the operator may replace the head.
     """
     job, seen = snapshot.job, snapshot.storage
     status = seen.status

@@ -119,7 +119,10 @@ class RunAccess:
             return replace(before, trouble=str(error), refused=isinstance(error, RefusedStorageError))
 
     def combine(self, seen: ClusterSeen, storage: RunSeen) -> RunSnapshot:
-        """Return a snapshot. If the cluster has no RayJob for the run, look for a deleted one."""
+        """Combine what was seen in the cluster and in storage into a snapshot.
+
+        If the cluster has no RayJob of the run, finds out whether a RayJob was deleted.
+        """
         gone = None
         if self.cluster and not seen.trouble and not seen.jobs and storage.exists:
             gone = find_gone_job(self.cluster, storage)
@@ -191,9 +194,9 @@ class RunAccess:
 def reach_run(target: Target, changed_by: str = "") -> RunAccess:
     """Connect to the cluster, if there is one, and open the run.
 
-    The storage location is the target's or SUNSPOT_STORAGE_PATH. Without either, it is taken from the run's RayJob.
-    `changed_by` is the name of a command that writes or deletes. Raises `SettingsError` if the RayJob's location must
-    not be used (see `trust_job`).
+    The storage location is the target's or SUNSPOT_STORAGE_PATH. If neither is set, the location is taken from the
+    run's RayJob. `changed_by` is the name of a command that writes or deletes. Raises `SettingsError` if the RayJob's
+    location must not be used (see `trust_job`).
     """
     cluster, cluster_error = try_connect(target.context, target.namespace)
     run = named_run(target.run, target.storage)

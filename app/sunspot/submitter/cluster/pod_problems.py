@@ -1,7 +1,7 @@
 """Finds the reasons why a run's pods do not run.
 
-`sunspot status` prints the head's problem or the workers' most common one. `sunspot doctor` prints every problem and
-its fix.
+`sunspot status` prints the head's problem or the workers' most common problem. `sunspot doctor` prints every problem
+and its fix.
 """
 
 from collections.abc import Iterator
@@ -72,7 +72,7 @@ def find_problems(job: JobView, pods: Pods, warnings: Warnings) -> list[PodProbl
 
 
 def find_problem(pod: PodView, warnings: Warnings = ()) -> PodProblem | None:
-    """Return the reason why a pod does not run, or None if neither its status nor a warning shows one."""
+    """Return the reason why a pod does not run, or None if neither its status nor a warning shows a reason."""
     group = HEAD if pod.head else pod.group
     if pod.lost:
         fix = "another pod replaces it when a node has room"

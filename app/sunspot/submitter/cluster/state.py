@@ -361,7 +361,7 @@ def read_workers(text: str) -> WorkerRange | None:
 
 
 def wanted_workers(job: JobView, stored: RunSeen) -> WorkerRange | None:
-    """Return the number of workers that a run should have now: NUM_WORKERS, unless `sunspot scale` has narrowed it."""
+    """Return the number of workers that a run should have now, according to NUM_WORKERS and `sunspot scale`."""
     given = read_workers(settings_of(job.raw).get(NUM_WORKERS, ""))
     return narrowed(given, stored.scale) if given else None
 

@@ -9,7 +9,7 @@ from sunspot.predict.command_arguments import add_arguments as add_arguments
 
 
 def run(args: argparse.Namespace) -> None:
-    """Make predictions in this process. Raises `SettingsError` if torch is not installed."""
+    """Make predictions in this process. Raises `SettingsError` if torch or Ray is not installed."""
     from sunspot.submitter.local_training import refuse_without_training
     from sunspot.task_file import import_as_module_run
 

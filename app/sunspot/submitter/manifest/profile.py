@@ -377,8 +377,8 @@ def manifests() -> Path:
 def load_profile(name: str, given: Mapping[str, Any], place: str | None = None) -> Profile:
     """Load a profile by name or path, including the profiles that it extends.
 
-    Values of the place called `place`, if given, override the profile's values. Values in `given` override both.
-    Raises `SettingsError`, which lists every problem.
+    Values of the place called `place`, if given, override the profile's values. Values in `given` override all of these
+    values. Raises `SettingsError`, which lists every problem.
     """
     merged = functools.reduce(_merge, reversed(_read_chain(name).values()))
     there = {} if place is None else _find_place(name, merged, place)

@@ -326,7 +326,8 @@ def _resolve(
 ) -> list[Derived]:
     """Return the job's variables, in the order of the settings.
 
-    Only given and derived settings are included. The image can set defaults for the others, such as its own task.
+    Only given and derived settings are included. The image can set defaults for the other settings, such as its own
+    task.
     """
     every = {**search.settings.environment(), **search.given}
     chosen = {variable: (every[variable], source) for variable, (value, source) in given.items() if value != ""}
