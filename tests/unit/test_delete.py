@@ -245,7 +245,7 @@ def test_delete_warns_if_gitops_could_recreate_the_rayjob(sunspot: Command, run:
     cluster.put_job(rayjob("run-2"))
     cluster.set_status("run-2", "Complete", "SUCCEEDED")
     assert sunspot("delete", "run", "--yes") == 0
-    assert "`sunspot submit` did not create run-2: if it comes from a repository (GitOps), remove it" in sunspot.err
+    assert "`sunspot submit` did not create run-2; if it is defined in a GitOps repository, remove it" in sunspot.err
 
 
 def test_delete_warns_if_the_bucket_keeps_old_versions(in_bucket: Command, bucket_run: Run) -> None:
@@ -317,7 +317,7 @@ def test_a_run_is_not_deleted_while_its_cluster_is_unreachable(
     before = files_of(run)
     cluster.down()
     assert sunspot("delete", "run", "--yes") == 4
-    assert "So the run may still be training" in sunspot.err
+    assert "The run may therefore still be training" in sunspot.err
     assert files_of(run) == before
 
 

@@ -150,7 +150,7 @@ def test_an_error_of_the_profiler_ends_only_the_profile(
     with training(run):
         answer = sunspot("profile", "run")
     assert answer.code == 5
-    assert "rank 0 could not record the steps: CUPTI is missing; the run goes on" in answer.err
+    assert "rank 0 could not record the steps: CUPTI is missing; the run continues" in answer.err
 
 
 def test_a_task_with_its_own_profiler_keeps_it(run: Run) -> None:
@@ -218,7 +218,7 @@ def test_a_profile_in_a_bucket_shows_its_cost_and_the_longest_operations(
         ("--ranks 0,2", RunState.RUNNING, 2, "--ranks 2: the run has 2 workers, and ranks count from 0"),
         ("--ranks all", RunState.RUNNING, 2, "all: must be ranks, such as 0 or 0,1"),
         ("--steps 10", RunState.RUNNING, 2, "can record at most 9, because its epochs have 10 steps"),
-        ("", RunState.STARTING, 6, "run is starting: why; a profile needs a run that takes steps"),
+        ("", RunState.STARTING, 6, "run is starting: why; a profile needs a run that is training"),
         ("", RunState.FINISHING, 6, "run is finishing: why"),
         ("", RunState.STOPPED, 3, "run is not live but stopped: why; a profile needs a live run"),
         ("--timeout 0", RunState.RUNNING, 5, "rank 0 wrote no trace in time (the run is running)"),

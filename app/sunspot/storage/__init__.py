@@ -5,8 +5,8 @@
     base.py      the interface `Storage`, and how to add a backend
     local.py     a directory, local or on NFS
     bucket.py    the base class of the object stores in s3.py, google.py and azure.py
-    limits.py    deadlines and retries for work on storage
-    prove.py     checks that storage meets the requirements of runs, and measures it for `sunspot doctor`
+    limits.py    deadlines and retries for reading and writing
+    prove.py     checks that storage is suitable for runs, and measures its speed for `sunspot doctor`
 """
 
 import importlib
@@ -37,9 +37,9 @@ SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 def open_storage(storage_path: str, follow_links: bool = False) -> Storage:
     """Open the storage at a local path or `scheme://bucket/prefix`.
 
-    Set `follow_links` only to read files chosen by the user. They can be links to any location, for example in Hugging
-    Face's cache. Raises `SettingsError` for an unknown scheme, and `RefusedStorageError` if the backend's client is not
-    installed.
+    If `follow_links` is True, links can lead out of the storage path. Set it only to read files that the user chose,
+    because such files can be links, for example in Hugging Face's cache. Raises `SettingsError` for an unknown scheme,
+    and `RefusedStorageError` if the backend's client is not installed.
     """
     url = SCHEME.match(storage_path)
     if not url:

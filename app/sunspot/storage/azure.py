@@ -1,6 +1,6 @@
 """Storage in a container of Azure Blob Storage.
 
-The parts of an upload are blocks of the blob. A final request makes the blocks the blob's content.
+An upload sends its parts as blocks of the blob. A final request commits the blocks as the blob's content.
 """
 
 from __future__ import annotations
@@ -180,9 +180,9 @@ def _azure_client(url: str) -> Any:
 class BlockUpload(PartUpload):
     """An upload in parts.
 
-    Blocks belong to a blob rather than to an upload. If two writers upload the same blob, the first to complete it
-    removes the other's blocks, and the other upload fails. Each checkpoint has a unique name, so this only happens
-    between two attempts to write the same checkpoint.
+    In Azure, blocks belong to a blob rather than to an upload. If two writers upload the same blob, the first writer to
+    finish removes the other writer's blocks, and the other upload fails. Each checkpoint has a unique name, so this
+    only happens between two attempts to write the same checkpoint.
     """
 
     def __init__(self, storage: AzureStorage, key: str, token: str = "") -> None:

@@ -5,20 +5,19 @@ raises `StorageError` with the object's location. The error is a `NotFoundError`
 
 To add a backend:
 
-1. Write a module with a subclass of `bucket.Bucket`, like azure.py. It sets the class constants that `Bucket` declares,
-   such as the service's error codes, and implements `Bucket`'s abstract methods: one request each for reading a range,
-   writing, creating and listing (`_list_pages`, `_list_prefixes`), `_code`, and `_begin_upload`, which returns its own
-   subclass of `PartUpload`. It also implements `delete`, `list_unfinished` and `discard`. Everything else is shared:
-   keys, streams, parallel reads and the scheduling of parts. Inherit from `Storage` directly only for other kinds of
-   storage.
-2. Run every request inside `limits.operation` (`Bucket._request` does this). It stops the requests of abandoned work,
-   and counts each response as progress. Without it, storage would seem unresponsive.
+1. Write a module with a subclass of `bucket.Bucket`, like azure.py. Set the class constants that `Bucket` declares,
+   such as the service's error codes. Implement `Bucket`'s abstract methods, each of which sends one request or
+   classifies an error. `_begin_upload` returns an instance of your own subclass of `PartUpload`. Also implement
+   `delete`, `list_unfinished` and `discard`. `Bucket` does everything else, such as streams and parallel reads.
+   Inherit from `Storage` directly only if the service is not an object store.
+2. Run every request inside `limits.operation` (`Bucket._request` does this). This context manager stops the requests of
+   abandoned work, and counts each response as progress. Without it, storage would seem unresponsive.
 3. Count the bytes of long requests with `limits.record_progress`, because a transfer without progress is aborted after
    STORAGE_TIMEOUT_S. `Writer` counts the bytes that are written.
 4. Make `create` atomic among all writers, because it decides which process owns a run. `prove.prove` checks it.
 5. Add the scheme to BACKENDS in storage/__init__.py, and to BUCKET_URLS and the pattern of STORAGE_PATH in
-   settings/definitions.py. For datasets, add it to CLIENTS in data/dataset_files.py. For pods without a Secret, add it
-   to SCHEMES in submitter/manifest/foreign_storage.py.
+   settings/definitions.py. For datasets, add the scheme to CLIENTS in data/dataset_files.py. For pods without a
+   Secret, add the scheme to SCHEMES in submitter/manifest/foreign_storage.py.
 6. Add an extra for the cloud's client to pyproject.toml, and to CLOUDS in the Makefile. Add the client's modules to
    mypy's `ignore_missing_imports` list in pyproject.toml and to NETWORK_CLIENTS in elastic/failures.py. Add the
    credentials to docs/storage.md.
@@ -48,7 +47,7 @@ RACE_PAUSE_S = 0.2
 """Seconds between the first two attempts. Each later pause is longer by the same amount."""
 
 OnUnreadable = Callable[[str, StorageError], Any]
-"""A function that is called with the key and the error of each folder that cannot be read."""
+"""A function that is called with the key and the error of each file or folder that cannot be read."""
 
 
 class Entry(NamedTuple):
@@ -68,7 +67,7 @@ class Entry(NamedTuple):
 
 
 class UnfinishedWrite(NamedTuple):
-    """An unfinished write, for example of a killed writer. It takes space, but is not an object."""
+    """A write that is in progress or was interrupted. Its bytes take up space, but readers cannot see them."""
 
     key: str
     "The key of the object that would have been written."
@@ -81,7 +80,7 @@ class UnfinishedWrite(NamedTuple):
 
 
 class Writer(ABC):
-    """A writer of an object. It counts and hashes the object's bytes. After a failure, every call to `write` fails."""
+    """A writer that counts and hashes an object's bytes. After a failure, every further call to `write` fails."""
 
     verified = False
     "True if the object is complete and storage has verified its checksum. Otherwise, callers must read it back."
@@ -119,7 +118,7 @@ class Writer(ABC):
         return len(view)
 
     def flush(self) -> None:  # noqa: B027  # torch.save calls it
-        """Do nothing, because the object only becomes complete at the end."""
+        """Do nothing, because no bytes are visible before the object is published."""
 
     @property
     def sha256(self) -> str:
@@ -143,7 +142,7 @@ class Storage(ABC):
 
     @abstractmethod
     def locate(self, key: str) -> str:
-        """Return the path or URL of `key` for messages."""
+        """Return the path or URL of `key`, for use in messages."""
 
     @abstractmethod
     def open(self, key: str, offset: int = 0) -> contextlib.AbstractContextManager[BinaryIO]:
@@ -155,28 +154,31 @@ class Storage(ABC):
 
     @abstractmethod
     def create(self, key: str, data: bytes) -> bool:
-        """Write a small object unless it exists, atomically among all writers.
+        """Create a small object atomically, and return True. If several writers try this at once, only one succeeds.
 
         Returns False if the object exists with different content. Competing writers must write different bytes, because
-        identical content is assumed to be the writer's own.
+        a writer that finds identical content assumes that it wrote this content itself.
         """
 
     @abstractmethod
     def writer(self, key: str) -> contextlib.AbstractContextManager[Writer]:
-        """Context manager that streams a large object. Readers see the old object until it exits without an error."""
+        """Context manager that returns a `Writer` for a large object.
+
+        Readers see the old object until the context exits without an error.
+        """
 
     @abstractmethod
     def list(self, prefix: str) -> list[Entry]:
         """List every object below `prefix`, sorted by key."""
 
     def list_readable(self, prefix: str, on_unreadable: OnUnreadable) -> Sequence[Entry]:
-        """List the objects below `prefix`, but call `on_unreadable` for each folder that cannot be read."""
+        """List the objects below `prefix`, and call `on_unreadable` for each file or folder that cannot be read."""
         return self.list(prefix)
 
     def list_folders(self) -> Sequence[str]:
         """List the names of the top-level folders, sorted.
 
-        Backends override this with one request per thousand folders, regardless of the number of objects.
+        This default implementation lists every object. Buckets override it and list only the folders.
         """
         return sorted({entry.key.partition("/")[0] for entry in self.list("") if "/" in entry.key})
 
@@ -195,7 +197,7 @@ class Storage(ABC):
 
     @abstractmethod
     def delete_folders(self, prefix: str) -> None:
-        """Delete empty folders at and below `prefix`, which listings do not include."""
+        """Delete the empty folders at and below `prefix`. Listings never include empty folders."""
 
     def exists(self, key: str) -> bool:
         """Return True if the object exists."""
@@ -219,7 +221,7 @@ class Storage(ABC):
         return False
 
     def drops_unfinished(self) -> bool | None:
-        """Return whether the backend deletes unfinished writes itself, or None if the credentials forbid the check."""
+        """Return whether the backend itself deletes unfinished writes, or None if the credentials forbid the check."""
         return False
 
     def read(self, key: str) -> bytes:
@@ -227,7 +229,7 @@ class Storage(ABC):
         return b"".join(self.chunks(key))
 
     def chunks(self, key: str) -> Iterator[bytes | bytearray]:
-        """Yield all bytes of a large object in order. All bytes belong to the same version."""
+        """Yield the bytes of a large object in chunks, which all belong to the same version of the object."""
         with self.open(key) as stream:
             while chunk := stream.read(CHUNK):
                 yield chunk
@@ -235,7 +237,7 @@ class Storage(ABC):
     def digest(self, key: str, copy: Callable[[bytes | bytearray], Any] | None = None) -> tuple[int, str]:
         """Read an object, and return its size in bytes and its SHA-256 as a hex string.
 
-        `copy` is called with each chunk of its bytes.
+        If `copy` is given, it is called with each chunk of the object's bytes.
         """
         size = 0
         sha = hashlib.sha256()

@@ -1,6 +1,6 @@
 """The base class of the object stores, `Bucket`.
 
-A subclass defines its service's error codes, and implements one request per abstract method.
+A subclass defines its service's error codes, and implements the abstract methods.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Bucket(Storage):
 
     @abstractmethod
     def _read_range(self, key: str, begin: int, size: int, version: str = "") -> ByteRange | None:
-        """Return a range of an object's bytes, or None if the object ends before it.
+        """Return a range of an object's bytes, or None if the object ends before the range.
 
         With a `version`, raises an error if the object now has a different version.
         """
@@ -126,7 +126,7 @@ class Bucket(Storage):
 
     @abstractmethod
     def _code(self, error: Any) -> str:
-        """Return the error code of an exception in FAILURES, as it is spelt in FIXES."""
+        """Return the service's code for an exception, or the name of the exception's class if it has no code."""
 
     # Code shared by all services.
 
@@ -194,15 +194,15 @@ class Bucket(Storage):
             return sorted(self._relative(key).rstrip("/") for key in self._list_prefixes(self._full("")))
 
     def _entries(self, prefix: str) -> Sequence[Entry]:
-        """Return all entries that take space, including folders."""
+        """Return all entries at and below `prefix`, including objects that stand for folders."""
         with self._request("list", prefix):
             return [e for page in self._pages(self._full(prefix)) for e in page.entries if is_below(e.key, prefix)]
 
     def _pages(self, prefix: str) -> Iterator[ListingPage]:
-        """Yield the pages of a listing with the object `prefix` and everything in the folder `prefix`.
+        """Yield pages that list the object `prefix` and all objects in the folder `prefix`.
 
-        Buckets list keys by string prefix, so a plain listing of `search` would include `search-01/` and so on. With
-        this method, at most two pages contain such keys.
+        Services list all keys that begin with a string, so a plain listing of `search` would also include every key in
+        `search-01/`. This method skips almost all of these other keys, so that at most two pages contain any of them.
         """
         folder = prefix.rstrip("/") + "/"
         for page in self._list_pages(prefix):
@@ -215,7 +215,7 @@ class Bucket(Storage):
             return
 
     def _note_clock(self, date: str | None) -> None:
-        """Update `ahead_s` from the date of a response that has just arrived."""
+        """Estimate the clock difference `ahead_s` from the date of a response that has just arrived."""
         with contextlib.suppress(TypeError, ValueError):  # the date is missing or cannot be parsed
             self.ahead_s = (
                 parsedate_to_datetime(date or "").timestamp() + 0.5 - time.time()
@@ -232,7 +232,7 @@ class Bucket(Storage):
 
     @contextlib.contextmanager
     def _request(self, action: str, key: str, gives_s: float = OPERATION_S) -> Iterator[None]:
-        """Like `limits.operation`, but turn the client's errors into a `StorageError`."""
+        """Context manager like `limits.operation` that turns the client's errors into a `StorageError`."""
         try:
             with operation(self.locate(key), gives_s):
                 yield

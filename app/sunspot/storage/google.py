@@ -82,7 +82,7 @@ class GoogleStorage(Bucket):
 
     @functools.cached_property
     def _limits(self) -> dict[str, Any]:
-        """The time limits of each request and its retries."""
+        """Keyword arguments that limit the time of a request and its retries."""
         return {
             "timeout": (bucket.CONNECT_TIMEOUT_S, bucket.READ_TIMEOUT_S),
             "retry": retry.DEFAULT_RETRY.with_timeout(bucket.REQUEST_TRIES * bucket.READ_TIMEOUT_S),
@@ -239,7 +239,7 @@ class ComposedUpload(PartUpload):
         return True
 
     def _join(self, name: str, sources: Sequence[tuple[str, str]], size: int | None = None) -> str:
-        """Compose objects into one, and return its generation. `sources` are names and generations."""
+        """Compose the objects in `sources` (names and generations) into one, and return the new object's generation."""
         blob = self._bucket.blob(name)
         blobs = [self._bucket.blob(source, generation=int(generation)) for source, generation in sources]
         with self._request():

@@ -1,13 +1,13 @@
-"""Deadlines for work on storage, and retries while storage fails.
+"""Deadlines for reading and writing storage, and retries while storage fails.
 
-There are two ways to wait for storage. In both, `what` describes the work in messages:
+Two functions call `work`, a function that reads or writes storage. In messages, `what` describes the work:
 
     with_deadline(limit_s, what, work, *arguments)   calls `work` once, and aborts it if storage stops responding
     retry_storage(limit_s, what, work, *arguments)   also calls `work` again while it raises `StorageError`
 
-The limit and the retries apply to the work as a whole, not to single requests. Most work reads before it writes (for
-example, it reads the run's owner), so a retry has to read again. A stream cannot be retried either, because the caller
-has already used its first bytes.
+The limit and the retries apply to the work as a whole, not to single requests, for two reasons. Most work reads
+something before it writes, such as the run's owner, so a retry has to read it again. And a request for a stream cannot
+be repeated once the caller has used the first bytes.
 
 A hung thread cannot be stopped, so the work runs in a daemon thread, which does not keep the process from exiting.
 Once the work has been aborted, it cannot begin any operation (`operation`) or publish an object (`refuse_if_given_up`).
@@ -93,7 +93,7 @@ class ProgressDeadline:
 
     @contextlib.contextmanager
     def operation(self, where: str, gives_s: float) -> Iterator[None]:
-        """Context manager for an operation on the object at `where`. Its response adds `gives_s` seconds."""
+        """Context manager for an operation on the object at `where`. The response adds `gives_s` seconds."""
         this = object()
         with self._lock:
             self._running[this] = where
@@ -105,7 +105,7 @@ class ProgressDeadline:
             self.give_back(gives_s)
 
     def give_back(self, seconds: float) -> None:
-        """Record progress that adds `seconds` to the deadline. Zero does not count as progress."""
+        """Record progress, and extend the deadline by `seconds`. Do nothing if `seconds` is zero."""
         if seconds:
             with self._lock:
                 self._progress = time.monotonic()
@@ -136,7 +136,7 @@ It is a context variable because the operations of one piece of work are spread 
 
 
 def operation(where: str, gives_s: float = OPERATION_S) -> contextlib.AbstractContextManager[None]:
-    """Context manager for an operation on the object at `where`. Its response extends the deadline by `gives_s`.
+    """Context manager for an operation on the object at `where`. The response adds `gives_s` seconds to the deadline.
 
     Pass 0 as `gives_s` if `record_progress` counts the operation's bytes. Raises `StorageError` if the current work was
     aborted.
@@ -188,8 +188,8 @@ class RetryWindow:
     def attempt(self, limit_s: float, what: str, work: Callable[[], Result]) -> Result:
         """Return the result of `work`, which runs in a separate thread. An error counts as a failed attempt.
 
-        The attempt's time limit is the rest of `limit_s`, but at least a tenth of `limit_s`. Raises `StorageError`
-        after that time.
+        The attempt's time limit is what is left of `limit_s` since the first failure, but at least a tenth of
+        `limit_s`. Raises `StorageError` when this time limit passes.
         """
         began = time.monotonic()
         deadline = ProgressDeadline(max(limit_s - self.seconds, limit_s / 10), what)
@@ -218,8 +218,8 @@ def retry_storage(
 ) -> Result:
     """Return the result of `work(*arguments)`, which is called again while it raises `StorageError`.
 
-    It runs in a separate thread, and `what` describes it in messages. Raises `StorageError` once storage has failed, or
-    made no progress, for `limit_s` seconds.
+    The work runs in a separate thread, and `what` describes the work in messages. Raises `StorageError` once storage
+    has failed or made no progress for `limit_s` seconds.
     """
     window = RetryWindow()
     while True:

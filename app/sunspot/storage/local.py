@@ -44,11 +44,11 @@ FoundFiles = list[tuple[str, os.stat_result]]
 
 
 class LocalStorage(Storage):
-    """A directory, local or on NFS. Rename and link are atomic on both, and `refresh` drops NFS caches.
+    """A directory, local or on NFS. Renaming and linking are atomic on both, and `refresh` drops NFS caches.
 
     The storage path can be a link, and links inside it are followed, but no key leads out of the storage path.
-    Otherwise, anyone who can write to a run's folder could make other users' commands read or delete files elsewhere. A
-    file's location is checked after the file is opened, so changing a link in between has no effect.
+    Otherwise, anyone who can write to a run's folder could make other users' commands read or delete files elsewhere.
+    Each file is opened before its location is checked, so changing a link between the two steps has no effect.
     """
 
     def __init__(self, storage_path: str, follow_links: bool = False) -> None:
@@ -170,9 +170,8 @@ class LocalStorage(Storage):
     def enter(self, folder: str, create: bool = False) -> Iterator[int]:
         """Context manager that opens a folder, and returns its descriptor for use as `dir_fd`.
 
-        If `create` is set, a missing folder is created.
-
-        Raises `OutsideStorageError` if the folder is outside the storage path, and `OSError` if it cannot be opened.
+        If `create` is True, a missing folder is created. Raises `OutsideStorageError` if the folder is outside the
+        storage path, and `OSError` if it cannot be opened.
         """
         path = self.root / folder
         try:
@@ -233,7 +232,11 @@ class LocalStorage(Storage):
         return target if inside else own
 
     def _files(self, prefix: str, on_unreadable: OnUnreadable | None = None) -> Iterator[tuple[str, os.stat_result]]:
-        """Yield every file below a prefix. Unreadable folders raise an error, because their files would seem absent."""
+        """Yield every file below a prefix.
+
+        Calls `on_unreadable` for each file or folder below the prefix that cannot be read. Without `on_unreadable`,
+        raises an error, because the files would otherwise seem to be missing.
+        """
         top = prefix.rstrip("/")
 
         def refuse(key: str, error: StorageError) -> None:
@@ -254,7 +257,7 @@ class LocalStorage(Storage):
             yield from files
 
     def _scan(self, folder: str, refuse: Callable[[str, StorageError], None]) -> tuple[FoundFiles, Sequence[str]]:
-        """Return the files and folders in `folder`, or only the file if `folder` is a file's key."""
+        """Return the files and the folders in `folder`. If `folder` is the key of a file, return only that file."""
         files: FoundFiles = []
         folders = []
         try:
@@ -315,7 +318,10 @@ class _LocalWriter(Writer):
             self._sink = self._open_temporary()
 
     def _open_temporary(self) -> BinaryIO:
-        """Create the folder, and open a new file in it. Tries again if another process deletes the empty folder."""
+        """Create the object's folder, and open a new file in it.
+
+        Tries again if another process deletes the folder while it is still empty.
+        """
         for _ in range(RACE_TRIES - 1):
             with contextlib.suppress(FileNotFoundError, FileExistsError):
                 return self._try_to_open()
@@ -380,7 +386,7 @@ def _join(folder: str, name: str) -> str:
 
 
 def _resolve(descriptor: int) -> str:
-    """Return the path of an open file with all links resolved, even if a link has changed since."""
+    """Return the path of an open file with all links resolved, even if a link has changed since it was opened."""
     if sys.platform == "darwin":
         return os.fsdecode(fcntl.fcntl(descriptor, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0"))
     return os.readlink(f"/proc/self/fd/{descriptor}")
@@ -395,7 +401,7 @@ def _real_path(path: Path) -> str:
 
 
 def _remove_link(name: str, folder: int) -> None:
-    """Remove a link to a folder, or a broken link, which listings do not include."""
+    """Remove a link to a folder or a broken link. Listings include neither."""
     if S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
         with contextlib.suppress(OSError):
             if S_ISREG(os.stat(name, dir_fd=folder).st_mode):
@@ -418,7 +424,7 @@ def local_path(path: str) -> Path:
 
 @contextlib.contextmanager
 def _os_operation(location: str, reading: bool = False, gives_s: float = OPERATION_S) -> Iterator[None]:
-    """Like `limits.operation`, but turn an `OSError` into a `StorageError`.
+    """Context manager like `limits.operation` that turns an `OSError` into a `StorageError`.
 
     Use this only around this module's own calls, because a caller's `FileNotFoundError` would look like a missing
     object.

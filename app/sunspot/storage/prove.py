@@ -1,4 +1,4 @@
-"""Checks that storage meets the requirements of runs, and measures its speed (`sunspot doctor`, here or in a pod).
+"""Checks that storage is suitable for runs, and measures its speed. `sunspot doctor` calls this here or in a pod.
 
 The test objects are in a folder that is not a run, and are deleted afterwards.
 """
@@ -61,7 +61,7 @@ class Result(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Check:
-    """A check with its result, the observation, and the fix."""
+    """A check's name and result, what was observed, and how to fix a problem."""
 
     check: str
     result: Result
@@ -70,16 +70,16 @@ class Check:
 
 
 def failure(name: str, error: Exception) -> Check:
-    """Return a failed check for an error. The text after its last semicolon is the fix."""
+    """Return a failed check for an error. The fix is the text after the error's last semicolon."""
     problem, _, fix = str(error).rpartition("; ")
     return Check(name, Result.FAILED, problem or fix, fix if problem else "")
 
 
 def prove(storage: Storage, prefix: str) -> None:
-    """Check that objects below `prefix` can be created, read, listed and deleted, but not created twice.
+    """Check that an object below `prefix` can be created, read, listed and deleted, but not created twice.
 
-    If they could be created twice, two processes could own the same run. Raises `StorageError`. The error mentions
-    `prefix` instead of the test object.
+    If an object could be created twice, two processes could own the same run. Raises `StorageError` if a check fails.
+    The message names the location of `prefix` instead of the test object.
     """
     probe = f"/probe-{uuid.uuid4().hex}"
     try:
@@ -114,7 +114,7 @@ def _prove(storage: Storage, key: str) -> None:
 
 
 def probe_path(storage_path: str) -> Iterator[Check]:
-    """Yield the checks of a storage path, up to the first failure."""
+    """Check a storage path, and yield the results up to the first failure."""
     try:
         yield from probe_storage(open_storage(storage_path))
     except StorageError as error:
@@ -122,7 +122,7 @@ def probe_path(storage_path: str) -> Iterator[Check]:
 
 
 def probe_storage(storage: Storage) -> Iterator[Check]:
-    """Yield all checks of storage. Raises `StorageError` if a check cannot continue."""
+    """Check storage, and yield all results. Raises `StorageError` if a check cannot continue."""
     folder = f"{FOLDER}/{uuid.uuid4().hex}"
     prove(storage, folder)
     proved = "objects can be listed, created, read and deleted, and cannot be created twice"

@@ -81,10 +81,10 @@ class S3Storage(Bucket):
 
     @functools.cached_property
     def _transfers(self) -> Any:
-        """A client for large objects, which does not sign a SHA-256 of the content.
+        """A client for large objects, which signs requests without hashing their content.
 
-        On a CPU without SHA instructions, hashing would be the slowest step, at 0.3 GB/s. The signature covers the
-        part's checksum instead.
+        On a CPU without SHA instructions, computing the SHA-256 would be the slowest step, at 0.3 GB/s. Instead, the
+        signature covers the part's checksum.
         """
         return _s3_client(f"s3://{self.bucket}", payload_signing_enabled=False)
 
@@ -153,7 +153,10 @@ class S3Storage(Bucket):
         )
 
     def _measure_upload(self, key: str, upload: dict[str, Any]) -> tuple[int, float]:
-        """Return the size of an upload's parts, and the time of its newest part, or of its start if it is empty."""
+        """Return the total size of an upload's parts, and the time when the newest part was sent.
+
+        If the upload has no parts, returns 0 and the time when it began.
+        """
         parts: list[dict[str, Any]] = []
         with self._request("list the parts of", key), self._ignore_gone_upload():
             parts = self._list_all("list_parts", "Parts", Key=upload["Key"], UploadId=upload["UploadId"])
@@ -237,7 +240,7 @@ class S3Storage(Bucket):
 def _etag_of(answer: dict[str, Any]) -> str:
     """Return the ETag, which identifies an object's version. Raises `ValueError` if the response has no ETag."""
     if "ETag" not in answer:
-        raise ValueError("the server's response has no ETag, so versions cannot be distinguished; use another server")
+        raise ValueError("the server's response has no ETag, so an object's versions look the same; use another server")
     return str(answer["ETag"])
 
 
@@ -291,7 +294,7 @@ class MultipartUpload(PartUpload):
     def _refuses_damage(self) -> bool:
         """Return True if the server rejects a part with a wrong checksum.
 
-        This sends such a part, with a number that the object's own parts do not use.
+        To find out, sends a part with a wrong checksum and with a number that the object's own parts never use.
         """
         try:
             self._upload_part(PROBE_PART, b"damaged", zlib.crc32(b"whole"))

@@ -1,7 +1,7 @@
 """The submitter: the command `sunspot` and the library below it, which need neither torch nor Ray.
 
-`sunspot submit` runs these steps, and `sunspot.client.submit` runs them without the first one and without waiting.
-`submit` in cluster/start.py calls the modules that turn the rendered manifest into a RayJob in the cluster.
+`sunspot submit` runs these steps. `sunspot.client.submit` skips the first step and does not wait for the run. The
+function `submit` in cluster/start.py runs the steps from preflight.py to api.py.
 
     commands/submit.py         turns the command line into a JobRequest
     cluster/placing.py         chooses the place, if the profile has places (render_in_place, submit_in_place)

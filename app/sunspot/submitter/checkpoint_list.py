@@ -13,7 +13,7 @@ from sunspot.submitter.printing import progress_note
 
 @dataclass(frozen=True)
 class CheckpointList:
-    """The checked checkpoints with their faults, sorted by step, and how many other checkpoints are not listed."""
+    """Checkpoints with their faults, sorted by step, and the numbers of checkpoints that are not listed."""
 
     checked: Sequence[tuple[Checkpoint, Sequence[str]]]
     older: int
@@ -42,7 +42,8 @@ class CheckpointList:
 def list_checkpoints(run: Run, limit: int | None = None) -> CheckpointList:
     """Verify the newest `limit` checkpoints, or all of them if `limit` is None.
 
-    Reads one small file per checkpoint. Other files are read only if the listing cannot prove that they are unchanged.
+    Reads one small file per checkpoint. Reads the other files only if the storage listing does not prove that they are
+    unchanged.
     """
     with progress_note("listing the checkpoints"):
         directories = list_directories(run)

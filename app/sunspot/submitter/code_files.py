@@ -1,7 +1,7 @@
 """Packs the user's code into an archive. The same files always produce the same bytes.
 
-The archive contains all files that git does not ignore. A file that is too large or contains a secret is an error. It
-is not silently omitted, because the code might need it.
+The archive contains all files that git does not ignore. A file that is too large or contains a secret is an error. Such
+a file is not silently omitted, because the code might need it.
 """
 
 import functools
@@ -142,8 +142,9 @@ def pack(folder: Path) -> CodeArchive:
 def list_files(folder: Path) -> Iterator[tuple[str, bool]]:
     """Yield each file to include and whether git tracks it.
 
-    In a git repository, these are all files that git does not ignore, including those in submodules. Elsewhere, these
-    are all files that are not in a folder in LEFT_OUT or WRITTEN. Untracked files that match LEFT_BEHIND are omitted.
+    In a git repository, the files that git does not ignore are included, even those in submodules. Elsewhere, all files
+    are included except those in the folders named in LEFT_OUT and WRITTEN. Untracked files that match LEFT_BEHIND are
+    omitted.
     """
     if not _in_git(folder):
         for place, folders, files in os.walk(folder):
@@ -162,7 +163,7 @@ def list_files(folder: Path) -> Iterator[tuple[str, bool]]:
 
 
 def _ask_git(folder: Path, *options: str) -> list[str]:
-    """Return the output of `git ls-files` as a list. Raises `SettingsError` with git's output if it fails."""
+    """Return the output of `git ls-files` as a list. Raises `SettingsError` with git's message if git fails."""
     command = ["git", "-C", str(folder), "ls-files", "-z", *options]
     try:
         listed = subprocess.run(command, capture_output=True, check=True).stdout

@@ -43,7 +43,7 @@ class Removal:
 
 
 def find_removals(run: Run, keep: int | None, now: float) -> Iterator[Removal]:
-    """Yield everything in the run that is no longer needed. `now` is this machine's time."""
+    """Yield all objects of the run that are no longer needed. `now` is the time on this machine's clock."""
     with contextlib.suppress(StorageError):  # without write permission, a directory's clock cannot be read
         run.storage.refresh(run.name)
     yield from _find_checkpoints(run, keep, now)
@@ -56,7 +56,7 @@ def find_removals(run: Run, keep: int | None, now: float) -> Iterator[Removal]:
 
 
 def _find_code(run: Run, now: float) -> Iterator[Removal]:
-    """Yield code archives that neither the newest submission nor the newest attempt uses."""
+    """Yield old code archives that neither the newest submission nor the newest attempt uses."""
     submissions = list_submissions(run)
     newest = read_content(run.storage, submissions[-1]).decode(errors="replace") if submissions else ""
     named = newest + recorded_setting(read_attempts(run), "code")

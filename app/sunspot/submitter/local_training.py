@@ -1,4 +1,4 @@
-"""Prepares training on this machine. It runs in a subprocess, so this process needs neither torch nor Ray."""
+"""Prepares training on this machine. Training runs in a subprocess, so this process needs neither torch nor Ray."""
 
 import os
 import sys
@@ -18,7 +18,7 @@ TASK = f"{PREFIX}TASK"
 
 
 def find_missing_packages() -> list[str]:
-    """Return the packages that training needs and that are missing."""
+    """Return the names of packages that training needs but that are not installed."""
     return [package for package in ("ray", "torch") if not find_spec(package)]
 
 
@@ -32,8 +32,9 @@ def refuse_without_training(what: str = "training") -> None:
 def training_environment(given: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a training process.
 
-    Settings in `given` override this process's environment, which overrides FILE. If the task is a file, it is replaced
-    by its module, and its folder is added to PYTHONPATH. Raises `SettingsError` if a setting or the file is invalid.
+    Settings in `given` override this process's environment, which overrides the file FILE. If the task is a file, it is
+    replaced by its module, and its folder is added to PYTHONPATH. Raises `SettingsError` if a setting or the file is
+    invalid.
     """
     os.getcwd()  # raises FileNotFoundError if it was deleted; torch would abort the process
     kept = as_variables(read_settings_file(FILE))

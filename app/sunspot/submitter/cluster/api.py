@@ -164,7 +164,7 @@ class Cluster:
         return job_view(self._ask(Request("PATCH", "job", name, query, manifest, kind="apply-patch+yaml")))
 
     def annotate(self, job: JobView, annotations: Mapping[str, str]) -> None:
-        """Set annotations of this RayJob.
+        """Set annotations on this RayJob.
 
         Does nothing if the RayJob is gone or was replaced by a new one with the same name.
         """
@@ -181,7 +181,10 @@ class Cluster:
         self._delete("job", job.name, {"preconditions": {"uid": job.uid}})
 
     def change_ray_cluster(self, name: str, operations: Sequence[Mapping[str, Any]], dry_run: bool = False) -> None:
-        """Change a RayCluster with a JSON patch (RFC 6902). The operations should test that it is still the same."""
+        """Change a RayCluster with a JSON patch (RFC 6902).
+
+        The operations should include tests that fail if the RayCluster has changed since it was read.
+        """
         query = [("fieldManager", "sunspot-scale"), *([("dryRun", "All")] if dry_run else [])]
         self._ask(Request("PATCH", "RayCluster", name, query, list(operations), kind="json-patch+json"))
 
@@ -244,7 +247,7 @@ class Cluster:
     def find(self, kind: str, name: str = "") -> dict[str, Any] | None:
         """Return an object, or None if it does not exist. `kind` is a key of PATHS.
 
-        Raises `RefusedError` if this is forbidden.
+        Raises `RefusedError` if this user may not read the object.
         """
         try:
             return self._ask(Request("GET", kind, name))

@@ -4,8 +4,8 @@
 in storage, because only users who can run pods in the namespace can write them. The RayJob's own spec cannot be used,
 because Kueue changes it.
 
-`sunspot wait --profile` renders the request again for another place. It only contains options and settings, so all
-other parts of the new RayJob come from the profile.
+`sunspot wait --profile` renders the request again for another place. The request only contains options and settings, so
+all other parts of the new RayJob come from the profile.
 """
 
 import json

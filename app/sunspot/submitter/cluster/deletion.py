@@ -84,9 +84,9 @@ class RunContents:
         return [job.name for job in self.snapshot.cluster.jobs if job.name not in submitted]
 
     def name_foreign(self) -> str:
-        """Describe the foreign files, such as `photos, notes.txt: 12 files`.
+        """Describe the files in the run's folder that do not belong to the run, such as `photos, notes.txt: 12 files`.
 
-        Returns an empty string if there are none.
+        Returns an empty string if there are no such files.
         """
         tops = [*dict.fromkeys(_top(self.run, entry.key) for entry in self.foreign)]
         more = f" and {len(tops) - MAX_NAMED} more" if len(tops) > MAX_NAMED else ""
@@ -94,7 +94,7 @@ class RunContents:
 
     @property
     def objects(self) -> list[dict[str, str]]:
-        """The run's RayJobs and the Kubernetes objects that are deleted with them. Borrowed clusters are excluded."""
+        """The run's RayJobs and the Kubernetes objects that are deleted with them, but no shared RayClusters."""
         jobs = self.snapshot.cluster.jobs
         own = {job.cluster for job in jobs if not job.borrows_cluster}
         pods = [pod for pod in self.snapshot.cluster.pods if pod.cluster in own]
@@ -145,7 +145,7 @@ def find_contents(access: RunAccess) -> RunContents:
     """Find everything that belongs to a run.
 
     Raises `NotFoundError` if the run does not exist, `ConflictError` if the run is live or its folder does not look
-    like a run, and `ClusterError` or `StorageError` if the cluster or storage is unreachable.
+    like a run's folder, and `ClusterError` or `StorageError` if the cluster or storage is unreachable.
     """
     run = access.run
     folder = Path(run.location)
@@ -162,7 +162,7 @@ def find_contents(access: RunAccess) -> RunContents:
         raise StorageError(snapshot.storage.trouble)
     if access.cluster and snapshot.cluster.trouble:
         advice = "if that cluster no longer exists, set KUBECONFIG=/dev/null to delete the run from storage"
-        raise ClusterError(f"{snapshot.cluster.trouble}. So the run may still be training; {advice}")
+        raise ClusterError(f"{snapshot.cluster.trouble}. The run may therefore still be training; {advice}")
     access.require_known(snapshot)
     state, reason = snapshot.state()
     going = bool(snapshot.job and snapshot.job.deleting)
@@ -175,7 +175,7 @@ def find_contents(access: RunAccess) -> RunContents:
         jobs = " ".join(job.name for job in snapshot.cluster.jobs)
         raise ConflictError(
             f"{run.location} contains {plural(len(own) + len(foreign), 'file')}, but none that identifies a run, such "
-            "as run.json or status/attempt-*.json. So it is not a run's folder, and nothing was removed. Check "
+            "as run.json or status/attempt-*.json, so it is not a run's folder, and nothing was removed. Check "
             f"--storage. `kubectl delete rayjob {jobs}` removes the RayJobs from the cluster"
         )
     copies = tuple(path for path in node_memory_directory(run.location).rglob("*") if path.is_file())
@@ -208,10 +208,10 @@ def delete_run(run: Run, jobs: Sequence[JobView] = (), cluster: Cluster | None =
     """
     mark_deletion(run, describe_requester())
     if cluster and jobs:
-        warn(f"waiting until {plural(len(jobs), 'RayJob')} and the pods are gone")
+        warn(f"waiting until {plural(len(jobs), 'RayJob')} and all pods are gone")
         if not delete_jobs(cluster, jobs, GONE_WITHIN_S, frozen=True):
             fault = f"{jobs[0].name} or its pods still exist after {in_words(GONE_WITHIN_S)}"
-            raise GaveUpError(f"{fault}; nothing was removed from storage, because they may still write there")
+            raise GaveUpError(f"{fault}; nothing was removed from storage, because the pods may still write there")
     with progress_note("removing it from storage"):
         _empty(run)
     shutil.rmtree(node_memory_directory(run.location), ignore_errors=True)
@@ -225,8 +225,8 @@ def delete_run(run: Run, jobs: Sequence[JobView] = (), cluster: Cluster | None =
 def deletion_order(run: Run, keys: Iterable[str]) -> list[list[str]]:
     """Return the run's keys in groups, sorted by the order in which the groups must be deleted.
 
-    Attempts come first, so that a surviving process can no longer commit. Manifests follow, because a checkpoint
-    without a manifest is ignored. The objects that identify the run come last.
+    Attempts come first, so that a surviving process can no longer commit a checkpoint. Manifests follow, because a
+    checkpoint without a manifest is ignored. The objects that identify the run come last.
     """
     groups: list[list[str]] = [[], [], [], []]
     for key in keys:
@@ -248,8 +248,8 @@ def _empty(run: Run) -> None:
     """Delete all of the run's objects except the marker, including objects written during the deletion.
 
     If another process completes the deletion in the meantime, a new run of the same name can start, and its objects
-    must be kept. Objects that were listed before the marker was seen belong to the old run. Objects in
-    REUSED are deleted only if they have not changed since they were listed.
+    must be kept. For this reason, each listing is followed by a check that the marker still exists. Objects in REUSED,
+    whose keys a new run can use again, are deleted only if they have not changed since they were listed.
     """
     left, _ = _list(run)
     for _ in range(MAX_ROUNDS):

@@ -35,7 +35,7 @@ grace period (kubernetes#120449)."""
 
 
 class FaultKind(enum.StrEnum):
-    """The kinds of faults."""
+    """The kinds of faults that can be injected."""
 
     RECLAIM = "reclaim"
     "A training worker's pod is deleted with its own grace period, like in a preemption with notice."
@@ -107,7 +107,7 @@ class FaultInjector:
         "The run's final state and reason, or empty while the run is live."
 
     def refuse_unless_live(self) -> None:
-        """Raise an error if the run is not live or runs in a borrowed cluster."""
+        """Raise an error if the run is not live or shares its cluster with other jobs."""
         snapshot = self._access.observe()
         require_answers(snapshot)
         self._access.require_known(snapshot)
@@ -147,7 +147,7 @@ class FaultInjector:
             print_text(f"{time.strftime('%H:%M:%S')}  {text}", flush=True)
 
     def _inject(self, number: int, kind: FaultKind, random: Random) -> None:
-        """Delete a pod as soon as one is ready, unless the run ends first."""
+        """Wait until a suitable pod is ready, and delete it. Do nothing if the run ends first."""
         deleted: list[PodView] = []
 
         def find_missing() -> str:
@@ -248,7 +248,7 @@ class FaultInjector:
         )
 
     def _find_missing(self) -> str:
-        """Describe what is still missing from the run's recovery.
+        """Describe what the run's recovery still lacks, such as a checkpoint after the last fault.
 
         Returns an empty string once the run has recovered.
         """

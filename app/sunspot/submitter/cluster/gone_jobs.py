@@ -1,4 +1,4 @@
-"""Finds RayJobs that were deleted before their runs had ended, which storage alone cannot show.
+"""Finds RayJobs that were deleted before their runs had ended. Storage alone does not show such a deletion.
 
 A RayJob counts as deleted only if it is missing from the cluster and namespace recorded in the run
 (docs/decisions/0009). If the user cannot read RayJobs or the cluster's identity, no RayJob counts as deleted.
@@ -21,7 +21,8 @@ from sunspot.submitter.cluster.state import GoneJob
 def find_gone_job(cluster: Cluster, seen: RunSeen, known: Collection[str] = ()) -> GoneJob | None:
     """Return the RayJob that last trained a run if it was deleted from this namespace.
 
-    Returns None if the RayJob still exists, or if this is uncertain. `known` contains the names of existing RayJobs.
+    Returns None if the run has ended, if the RayJob still exists, or if the cluster or storage does not answer. `known`
+    contains the names of RayJobs that are known to exist.
     """
     state = seen.state
     if state.terminal and state is not RunState.LOST:

@@ -1,10 +1,10 @@
 """Moves runs between the places of a profile while `sunspot wait` watches them.
 
 1. `may_consider` decides from the run's RayJob and status whether a move may help the run.
-2. Once a minute, `Mover` calls `places.choose_place` with the experience of this run and other runs in the places.
+2. Once a minute, `Mover` calls `places.choose_place` with what happened to this and other runs in each place.
 3. `moving.move_run` renders the RayJob's request (see `applied`) for the chosen place, and moves the run there.
 
-If a mover ends during a move, nothing is lost: the drivers complete the move, and the next mover follows it.
+If a mover ends during a move, nothing is lost: the drivers complete the move, and the next mover follows the move.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ CLAIMED_WITHIN_S = 180.0
 def may_consider(snapshot: RunSnapshot, now: float) -> bool:
     """Return True if a move to another place may be considered. `now` is in seconds since the epoch.
 
-    A run stays if it has ended, or if a RayJob other than its newest one trains it. If a run has no driver yet, a move
-    is considered after NODES_WITHIN_S. If its driver is silent, a move is considered after LOST_AFTER_S, because the
-    operator may replace the head.
+    A run is not moved if it has ended, or if something other than its newest RayJob trains it. If a run has no driver
+    yet, a move is considered after NODES_WITHIN_S. If its driver is silent, a move is considered after LOST_AFTER_S,
+    because the operator may replace the head.
     """
     job, seen = snapshot.job, snapshot.storage
     status = seen.status
@@ -67,7 +67,7 @@ def may_consider(snapshot: RunSnapshot, now: float) -> bool:
 
 
 def is_stranded(snapshot: RunSnapshot, now: float) -> bool:
-    """Return True if the newest RayJob has ended for a move, and no other RayJob has claimed the run in time."""
+    """Return True if the newest RayJob ended to let the run move, but no other RayJob claimed the run in time."""
     job, status = snapshot.job, snapshot.storage.status
     if not job or not status or not owns(job, status.owner):
         return False
@@ -75,10 +75,10 @@ def is_stranded(snapshot: RunSnapshot, now: float) -> bool:
 
 
 class Mover:
-    """Moves runs between the places of one profile. It serves all runs that `sunspot wait` watches."""
+    """Moves runs between the places of one profile. One `Mover` handles all runs that `sunspot wait` watches."""
 
     def __init__(self, profile: str) -> None:
-        """Raises `SettingsError` if the profile cannot be used or has no places."""
+        """Create a mover. Raises `SettingsError` if the profile cannot be used or has no places."""
         self._profile = profile
         self._considered: dict[str, float] = {}
         "The monotonic time at which each run's place was last chosen."
@@ -112,7 +112,10 @@ class Mover:
         return RunAccess(access.run, self.clusters().get(place, access.cluster), access.cluster_error)
 
     def attend(self, access: RunAccess, snapshot: RunSnapshot) -> Submission | None:
-        """Begin a move if the run needs one, without waiting for it. Return the new RayJob once the run has moved."""
+        """Begin to move the run in the background if another place is better.
+
+        Returns the new RayJob once the run has moved, and None before.
+        """
         name, now = access.run.name, time.monotonic()
         if name in self._moves:
             return self._moves.pop(name).result() if self._moves[name].done() else None
@@ -134,7 +137,7 @@ class Mover:
         return self._move(access.run.name, request, reason) if request else None
 
     def close(self, name: str) -> None:
-        """Wait until an unfinished move of a run is undone, after the run has ended."""
+        """Wait until a move of the run is undone, if the run has ended before the move was complete."""
         wait([move for move in [self._moves.pop(name, None)] if move], GONE_WITHIN_S)
 
     def _choose(self, access: RunAccess, snapshot: RunSnapshot) -> tuple[JobRequest | None, str]:
@@ -165,7 +168,7 @@ class Mover:
         return (None if stays or not choice.place else replace(request, place=choice.place)), choice.reason
 
     def _move(self, name: str, request: JobRequest, reason: str) -> Submission | None:
-        """Move a run. Return None if that fails. The run then stays where it was."""
+        """Move a run, and return its new RayJob. Return None if the move fails and the run stays where it was."""
         warn(f"{name}: moving to {request.place}, {reason}")
         try:
             return move_run(request, None, NODES_WITHIN_S)

@@ -2,7 +2,8 @@
 
 1. `move_run` renders and applies a RayJob in the new place (`placing`). The run keeps training in the old place.
 2. When the new workers are ready, they ask the old driver to save and end, and then claim the run (`run.handover`).
-3. `move_run` deletes the old RayJob. If the new driver does not start in time, `move_run` deletes the new one instead.
+3. `move_run` deletes the old RayJob. If the new driver does not start in time, `move_run` deletes the new RayJob
+   instead.
 
 `mover.Mover` moves runs automatically.
 """
@@ -39,9 +40,9 @@ NOTICED_WITHIN_S = 15.0
 def move_run(request: JobRequest, context: str | None, timeout: float) -> Submission:
     """Move a run to the request's place, and return the new RayJob.
 
-    A run that does not train is submitted there. Raises `GaveUpError` if the new RayJob does not claim the run within
-    `timeout` seconds. The run then stays in its old place. Raises `ConflictError` if the run trains outside the places,
-    and `SettingsError` for a search.
+    If the run is not alive, it is only submitted in the new place. Raises `GaveUpError` if the new RayJob does not
+    claim the run within `timeout` seconds. In this case, the run stays in its old place. Raises `ConflictError` if the
+    run trains outside the profile's places, and `SettingsError` if it is a search.
     """
     rendered, cluster = render_in_place(request, context)
     run = open_run(rendered.settings.storage_path, rendered.settings.run_name)
@@ -105,7 +106,10 @@ def _wait_for_claim(submission: Submission, before: Status, timeout: float) -> A
 
 
 def _describe_failure(submission: Submission) -> str:
-    """Return why the new RayJob has ended or is gone, or an empty string if it lives or its cluster does not answer."""
+    """Return why the new RayJob has ended or is gone.
+
+    Returns an empty string if the RayJob is still live or its cluster does not answer.
+    """
     try:
         jobs = submission.access.require_cluster().list_jobs(submission.access.run.name)
     except ClusterError:

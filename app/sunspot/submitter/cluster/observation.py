@@ -119,14 +119,17 @@ class RunAccess:
             return replace(before, trouble=str(error), refused=isinstance(error, RefusedStorageError))
 
     def combine(self, seen: ClusterSeen, storage: RunSeen) -> RunSnapshot:
-        """Return a snapshot. If the cluster has no RayJob for the run, look for a deleted one."""
+        """Combine what was seen in the cluster and in storage into a snapshot.
+
+        If the cluster has no RayJob of the run, finds out whether a RayJob was deleted.
+        """
         gone = None
         if self.cluster and not seen.trouble and not seen.jobs and storage.exists:
             gone = find_gone_job(self.cluster, storage)
         return RunSnapshot(replace(seen, gone=gone, time=time.time()), storage)
 
     def with_nodes(self, snapshot: RunSnapshot) -> RunSnapshot:
-        """Add all nodes of the cluster. They show which pods are lost and why pods are unscheduled.
+        """Return the snapshot with all nodes of the cluster, which show why pods are lost or not scheduled.
 
         If this user cannot list nodes, the API server's message is recorded in `hidden`.
         """
@@ -158,7 +161,10 @@ class RunAccess:
         return snapshot
 
     def require_known(self, snapshot: RunSnapshot) -> None:
-        """Raise `NotFoundError` if the run does not exist, or the snapshot's error if that is unknown."""
+        """Raise `NotFoundError` if the run does not exist.
+
+        If it is unknown whether the run exists, raises the snapshot's error instead.
+        """
         if snapshot.known:
             return
         if snapshot.storage.trouble:
@@ -188,8 +194,9 @@ class RunAccess:
 def reach_run(target: Target, changed_by: str = "") -> RunAccess:
     """Connect to the cluster, if there is one, and open the run.
 
-    The storage location is the target's or SUNSPOT_STORAGE_PATH. Without either, it is taken from the run's RayJob.
-    `changed_by` is the name of a command that writes or deletes. Raises `SettingsError` like `trust_job`.
+    The storage location is the target's or SUNSPOT_STORAGE_PATH. If neither is set, the location is taken from the
+    run's RayJob. `changed_by` is the name of a command that writes or deletes. Raises `SettingsError` if the RayJob's
+    location must not be used (see `trust_job`).
     """
     cluster, cluster_error = try_connect(target.context, target.namespace)
     run = named_run(target.run, target.storage)
@@ -203,11 +210,12 @@ def reach_run(target: Target, changed_by: str = "") -> RunAccess:
 
 
 def trust_job(default: Run, job: JobView, changed_by: str = "") -> Run:
-    """Return the run in its RayJob's storage location. `default` is the run in the configured location.
+    """Return the run in the storage location that its RayJob names. `default` is the run in the configured location.
 
-    Anyone who can create RayJobs can set any location in one, so the location is only used for reading. It must also be
-    a bucket, because a path can lead to a different folder on this machine than in the pods. Raises `SettingsError` for
-    a path. If `changed_by` names a command, it raises this error for every location except that of `default`.
+    Anyone who can create a RayJob can choose the location in it, so the location is only used for reading. It must also
+    be in a bucket, because a path can mean a different folder on this machine than in the pods. Raises `SettingsError`
+    if the location is a path. If `changed_by` names a command, raises this error for every location except that of
+    `default`.
     """
     path = settings_of(job.raw).get(STORAGE_PATH)
     if path is None or path.rstrip("/") == default.storage.locate("").rstrip("/"):

@@ -1,4 +1,4 @@
-"""Chooses the place of a run, if its profile has several, and deletes the RayJob in the place that the run leaves."""
+"""Chooses a run's place if its profile has several, and deletes the RayJob in the place that the run leaves."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def render_in_place(request: JobRequest, context: str | None) -> tuple[Rendered,
     """Choose a place if the profile has several and the user has chosen none. Render the request, and connect.
 
     Prints the place and the reason to stderr. A place whose cluster does not answer is ignored, with a warning. Raises
-    `ClusterError` if no place's cluster answers.
+    `ClusterError` if no cluster answers in any place.
     """
     places = {place.name: place for place in choose_profile(request).places or ()}
     if request.place is not None or not places:
@@ -58,7 +58,8 @@ def render_in_place(request: JobRequest, context: str | None) -> tuple[Rendered,
             warn(f"warning: {choice.warning}")
         return found
     raise ClusterError(
-        f"no place's cluster answers ({', '.join(unanswered)}); check the contexts in places, and `kubectl version`"
+        f"no cluster answers in any of the places ({', '.join(unanswered)}); check each place's context in the "
+        "profile, and run `kubectl version`"
     )
 
 
@@ -85,7 +86,7 @@ def submit_in_place(cluster: Cluster, rendered: Rendered, dry_run: bool = False,
 
 @dataclass(frozen=True)
 class RunJob:
-    """A RayJob in a place that its run leaves."""
+    """A RayJob in the place that its run is leaving."""
 
     cluster: Cluster
     name: str
@@ -93,7 +94,7 @@ class RunJob:
     place: str
 
     def delete(self) -> None:
-        """Delete the RayJob, so that it does not start later. Only warns on failure."""
+        """Delete the RayJob, so that it does not start later. Warns if this fails."""
         try:
             found = [job for job in self.cluster.list_jobs(self.run) if job.name == self.name]
             with progress_note(f"removing {self.name} from place {self.place}"):
@@ -134,7 +135,7 @@ def _fix(job: str, place: str) -> str:
 
 @dataclass(frozen=True)
 class Prospects:
-    """Everything on which the choice of a run's place depends."""
+    """The information that is needed to choose a run's place."""
 
     run: Run
     settings: Settings
@@ -153,7 +154,8 @@ class Prospects:
 def read_prospects(request: JobRequest, failures: Sequence[Sighting] = ()) -> Prospects:
     """Read how recent runs did in the places of a request's profile, and how far the request's run has trained.
 
-    `failures` are sightings from failed moves, which are not recorded in storage. Raises `StorageError`.
+    `failures` are the sightings from failed moves, which storage does not contain. Raises `StorageError` if storage
+    cannot be read.
     """
     places = {place.name: place for place in choose_profile(request).places or ()}
     rendered = _render_everywhere(request, places)
@@ -171,7 +173,10 @@ def read_prospects(request: JobRequest, failures: Sequence[Sighting] = ()) -> Pr
     saved_gb = state_gb * HOUR_S / max(every_s, save_s) if every_s else 0.0
 
     def offer(place: Place) -> Offer:
-        """Return a place's offer. Its price includes traffic: saved checkpoints and, after a move, a loaded one."""
+        """Return a place's offer.
+
+        The price includes the traffic of saving checkpoints and, after a move, of loading one.
+        """
         found = _make_offer(rendered[place.name])
         loaded_gb = 0.0 if place.name == situation.place else state_gb
         traffic = (place.traffic_price or 0.0) * (saved_gb + loaded_gb)
@@ -205,7 +210,7 @@ def _is_on_demand(profile: Profile) -> bool:
 
 
 def _make_goal(settings: Settings, spent: float | None) -> Goal:
-    """Return the run's deadline and the rest of its budget. `spent` is None if nothing is known to be spent."""
+    """Return the run's deadline and the rest of its budget. `spent` is the cost so far, or None if it is unknown."""
     budget = parse_budget(settings.budget)
     return Goal(parse_deadline(settings.deadline), None if budget is None else budget - (spent or 0.0))
 
@@ -227,7 +232,7 @@ def _find_work(status: Status | None, settings: Settings) -> float | None:
 
 
 def _find_current(run: Run, status: Status | None, now: float) -> str:
-    """Return the place where the run is alive, or was submitted so recently that nodes can still come.
+    """Return the place where the run is alive, or was submitted so recently that it may still be waiting for nodes.
 
     Returns an empty string if there is no such place.
     """

@@ -1,7 +1,7 @@
 """Finds the reasons why a run's pods do not run.
 
-`sunspot status` prints the head's problem or the workers' most common one. `sunspot doctor` prints every problem and
-its fix.
+`sunspot status` prints the head's problem or the workers' most common problem. `sunspot doctor` prints every problem
+and its fix.
 """
 
 from collections.abc import Iterator
@@ -72,7 +72,7 @@ def find_problems(job: JobView, pods: Pods, warnings: Warnings) -> list[PodProbl
 
 
 def find_problem(pod: PodView, warnings: Warnings = ()) -> PodProblem | None:
-    """Return the reason why a pod does not run, or None if neither its status nor a warning shows one."""
+    """Return the reason why a pod does not run, or None if neither its status nor a warning shows a reason."""
     group = HEAD if pod.head else pod.group
     if pod.lost:
         fix = "another pod replaces it when a node has room"
@@ -89,7 +89,10 @@ def find_problem(pod: PodView, warnings: Warnings = ()) -> PodProblem | None:
 
 
 def find_refusal(job: JobView, warnings: Warnings, group: str) -> PodProblem | None:
-    """Return the newest reason why a RayJob's pods cannot be created, such as a quota, or None."""
+    """Return the newest reason why a RayJob's pods cannot be created, such as a quota.
+
+    Returns None if no warning gives such a reason. `group` is the name to use for the pods' group.
+    """
     for event in warnings:
         if event.object in (job.cluster, job.name) and event.reason.startswith("FailedToCreate"):
             return PodProblem(Diagnosis.REFUSED, "", group, event.message)

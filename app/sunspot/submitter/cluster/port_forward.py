@@ -101,8 +101,8 @@ class PodConnection:
 class LocalPort(LocalServer):
     """A server on this machine that forwards requests to a pod and adds `headers` to them.
 
-    It rejects requests from other websites' pages, so that these pages cannot make use of the headers. `dial` connects
-    to the pod or raises `SunspotError`. Raises `SettingsError` if the port is in use.
+    It rejects requests from other websites' pages, so that such pages cannot use the headers. `dial` connects to the
+    pod or raises `SunspotError`. Raises `SettingsError` if the port is in use.
     """
 
     def __init__(self, port: int, dial: Callable[[], PodConnection], headers: Mapping[str, str]) -> None:

@@ -84,9 +84,10 @@ def find_queue_problem(expected: JobView) -> Iterator[Check]:
 
 
 def find_quota_problems(cluster: Cluster, manifest: dict[str, Any], ignore_use: bool = False) -> Iterator[Check]:
-    """Find ResourceQuotas without room for all of the run's pods. A check is FAILED if the run can never fit.
+    """Yield a check for each ResourceQuota that does not have room for all of the run's pods.
 
-    With `ignore_use`, the namespace counts as empty. Yields nothing if this user cannot list quotas.
+    The check is FAILED if the run can never fit into the quota. With `ignore_use`, the namespace counts as empty.
+    Yields nothing if this user cannot list quotas.
     """
     quotas = list_if_allowed(cluster, "quotas")
     if quotas and ignore_use:
@@ -210,7 +211,7 @@ def find_missing_rights(cluster: Cluster) -> Iterator[Check]:
 
 
 def find_missing_object(cluster: Cluster, kind: str, name: str) -> Iterator[Check]:
-    """Yield a check if an object that pods need to start does not exist or is hidden from this user."""
+    """Yield a check if an object that pods require does not exist or is hidden from this user."""
     there = cluster.exists(kind, name)
     if there is False:
         what = f"{kind} {name} is not in namespace {cluster.namespace}"
@@ -233,7 +234,10 @@ def _find_storage_problems(run: Run) -> list[str]:
 
 
 def find_references(manifest: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the kind and name of each object that a RayJob's pods need to start. Some are yielded repeatedly."""
+    """Yield the kind and name of each object that a RayJob's pods require before they can start.
+
+    An object is yielded more than once if it is used more than once.
+    """
     for pod in (template["spec"] for template in pod_templates(manifest).values()):
         if "serviceAccountName" in pod:
             yield "ServiceAccount", pod["serviceAccountName"]
@@ -271,7 +275,7 @@ def _named(source: dict[str, Any], **kinds: str) -> Iterator[tuple[str, str]]:
 
 
 def _how_to_create(kind: str, name: str, namespace: str) -> str:
-    """Return instructions for creating an object that pods need to start."""
+    """Return instructions for creating an object that pods require."""
     if kind == "Secret":
         return (
             f"create it: kubectl -n {namespace} create secret generic {name} --from-env-file=/dev/stdin, and enter "

@@ -132,7 +132,7 @@ def describe(snapshot: RunSnapshot, state: RunState, reason: str) -> str:
 
 
 def progress(snapshot: RunSnapshot) -> dict[str, Any]:
-    """Return the progress in the run's last status, keyed by the names in the JSON lines."""
+    """Return the progress in the run's last status, with the keys of the printed JSON lines."""
     status = snapshot.storage.status
     left = None
     if status and status.state is RunState.RUNNING and status.step_time_s is not None:

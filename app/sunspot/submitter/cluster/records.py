@@ -34,7 +34,7 @@ def read_run(access: RunAccess) -> tuple[RunSnapshot, RunDetails | None]:
     """Read everything about a run from the cluster and storage.
 
     If the cluster or storage does not answer, the snapshot contains the error. Raises `NotFoundError` if the run does
-    not exist, or the snapshot's error if that is unknown.
+    not exist, or the snapshot's error if it is unknown whether the run exists.
     """
     details = None
     with progress_note("reading the run"):

@@ -1,8 +1,8 @@
 """Changes the number of workers of a live run, and removes the pods of workers that have left.
 
-The request is an object in storage, which the run's driver reads. Surplus workers leave between two steps.
-Their pods are then removed from the RayCluster, together with its permission to have more pods. Otherwise Ray's
-autoscaler would replace them, because Ray Train still reserves resources for the workers that it started.
+The request is an object in storage, which the run's driver reads. Surplus workers leave between two steps. Then their
+pods are removed from the RayCluster, and the RayCluster's maximum number of pods is lowered. Without the lower maximum,
+Ray's autoscaler would replace the pods, because Ray Train still reserves resources for the workers that it started.
 """
 
 import math
@@ -45,14 +45,14 @@ class Scaled:
     training: int
     "Number of workers that train now."
     pods: tuple[str, ...] = ()
-    "Names of the pods that were given back."
+    "Names of the pods that were removed."
 
 
 def scale_run(access: RunAccess, wanted: WorkerRange, timeout: float) -> Scaled:
     """Change a live run's number of workers, and wait until the surplus workers have left.
 
     Raises `NotFoundError` if the run does not exist, `ConflictError` if it is not live or cannot have this number of
-    workers while it trains, `ClusterError` if its pods cannot be given back, and `GaveUpError` after `timeout` seconds.
+    workers while it trains, `ClusterError` if its pods cannot be removed, and `GaveUpError` after `timeout` seconds.
     """
     run = access.run
     snapshot = access.observe_existing()
@@ -78,7 +78,7 @@ def _require_scalable(access: RunAccess, snapshot: RunSnapshot, wanted: WorkerRa
     state, reason = snapshot.state()
     if status is None or state is not RunState.RUNNING:
         raise ConflictError(
-            f"{run.name} is {state}: {reason}. Only a run that trains can be scaled; before it starts, "
+            f"{run.name} is {state}: {reason}. Only a run that is training can be scaled; before it starts, "
             f"{NUM_WORKERS} sets the number of workers"
         )
     again = f"`sunspot stop {access.arguments}` saves and stops the run; then start it with {NUM_WORKERS}={wanted}, "
@@ -104,7 +104,7 @@ def _require_scalable(access: RunAccess, snapshot: RunSnapshot, wanted: WorkerRa
 
 
 def _wait_for_size(access: RunAccess, attempt: Attempt, wanted: WorkerRange, timeout: float) -> Attempt:
-    """Wait until no more than the `wanted` workers train, and return the run's newest attempt."""
+    """Wait until no more workers train than `wanted` allows, and return the run's newest attempt."""
     run: Run = access.run
     deadline = time.monotonic() + timeout
     while attempt.metadata.world_size > wanted.most:
@@ -122,7 +122,7 @@ def _wait_for_size(access: RunAccess, attempt: Attempt, wanted: WorkerRange, tim
 
 @dataclass(frozen=True)
 class WorkerPods:
-    """The training pods of a live RayJob. Ray's autoscaler chooses their number, within a limit in the RayCluster."""
+    """The training pods of a live RayJob. Ray's autoscaler chooses their number, up to a limit in the RayCluster."""
 
     cluster: Cluster
     job: JobView
@@ -131,7 +131,8 @@ class WorkerPods:
         """Limit the number of pods to what `workers` workers need, and remove pods beyond this limit.
 
         Pods in `hosts` are not removed. If `hosts` is empty, no pods are removed. Returns the names of the removed
-        pods. With `dry_run`, the API server only checks the change. Raises `ClusterError`.
+        pods. With `dry_run`, the API server only checks the change. Raises `ClusterError` if the RayCluster is gone or
+        cannot be changed.
         """
         for _ in range(PATCH_TRIES):
             found = self.cluster.find("RayCluster", self.job.cluster)
@@ -174,7 +175,7 @@ class WorkerPods:
 
 
 def _find_pods(access: RunAccess, snapshot: RunSnapshot) -> WorkerPods | None:
-    """Return the run's training pods, or None if the run is outside a cluster or in a borrowed cluster.
+    """Return the run's training pods, or None if the run does not train in a RayCluster of its own.
 
     Raises `ClusterError` if the cluster does not answer, and `ConflictError` if the run trains in another cluster.
     """
@@ -187,4 +188,4 @@ def _find_pods(access: RunAccess, snapshot: RunSnapshot) -> WorkerPods | None:
     if snapshot.cluster.trouble:
         raise ClusterError(snapshot.cluster.trouble)
     owner = Owner.parse(status.owner).describe()
-    raise ConflictError(f"{access.run.name} is trained by {owner}; choose its --context and --namespace")
+    raise ConflictError(f"{access.run.name} is trained by {owner}; pass the --context and --namespace of its cluster")

@@ -126,7 +126,7 @@ def submit(cluster: Cluster, rendered: Rendered, dry_run: bool = False, take_ove
 def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, take_over: bool = False) -> Submission:
     """Start a RayJob unless it is live or has succeeded.
 
-    Raises `ClusterError` without a cluster, and `GaveUpError` if an old RayJob does not end in time. Raises
+    Raises `ClusterError` if no cluster is configured, and `GaveUpError` if an old RayJob does not end in time. Raises
     `ConflictError` if another RayJob of the run is live, or if the run is alive elsewhere and `take_over` is False.
     """
     run = access.run
@@ -258,9 +258,9 @@ def _explain_absence(access: RunAccess, submitted: SubmissionRecord) -> str:
 
 
 def _observe_job(access: RunAccess, name: str) -> tuple[RunSnapshot, JobView | None]:
-    """Return a snapshot of the run, and the RayJob called `name` or None.
+    """Return a snapshot of the run, and the RayJob called `name` or None if it does not exist.
 
-    If this RayJob exists, the snapshot treats it as the newest.
+    The snapshot treats this RayJob as the newest, even if another RayJob is newer.
     """
     snapshot = access.observe()
     require_answers(snapshot)
@@ -348,14 +348,17 @@ def _explain_conflict(live: JobView, wanted: JobView, again: str) -> str:
 
 
 def _without_credential(change: str) -> str:
-    """Hide the values in a line of a diff if the line is about a variable that holds a secret."""
+    """Return a line of a diff. Values are hidden if the line is about a variable that contains a secret."""
     variable = re.match(r"\S*\benv\[([^\]]+)\]\.value: ", change)
     secret = variable and is_credential(variable[1], change[variable.end() :])
     return f"{variable[0]}{HIDDEN} -> {HIDDEN}" if variable and secret else change
 
 
 def _flatten(value: Any, path: str = "") -> dict[str, str]:
-    """Map the path of each leaf in a spec to its value, except settings. Paths contain list items' names, if any."""
+    """Return the values in a nested spec, keyed by path. Settings are omitted.
+
+    In a path, a list item is identified by its name, or by its position if it has no name.
+    """
     if isinstance(value, dict):
         items = [(f"{path}.{key}" if path else key, item) for key, item in value.items()]
     elif isinstance(value, list):

@@ -123,7 +123,7 @@ class ClusterSeen:
 
 
 def judge(seen: ClusterSeen, stored: RunSeen) -> tuple[RunState, str]:
-    """Return the state of a run and the reason for it, from cluster and storage together."""
+    """Return a run's state and the reason for it, based on both the cluster and storage."""
     if stored.summary.deleting:
         return RunState.DELETING, HALF_DELETED
     if seen.job:
@@ -162,7 +162,8 @@ def _judge_job(seen: ClusterSeen, job: JobView, stored: RunSeen) -> tuple[RunSta
 def _ended_for_good(own: Status, job: JobView, stop_wanted: bool) -> bool:
     """Return True if the run has ended, regardless of what the operator reports.
 
-    A driver also stops on SIGTERM, for example when its node is reclaimed. The operator then starts it again.
+    A driver that stops on SIGTERM, for example because its node is reclaimed, has not ended the run: the operator
+    starts the driver again.
     """
     concluded = job.deployment_status == "Complete" and not job.failed_for_good
     stopped = own.state is RunState.STOPPED and (stop_wanted or concluded)
@@ -176,7 +177,10 @@ def was_written_by(stored: RunSeen, job: JobView) -> bool:
 
 
 def owns(job: JobView, owner: str) -> bool:
-    """Return True if an owner in storage is this RayJob. An unknown namespace or cluster is not compared."""
+    """Return True if an owner recorded in storage is this RayJob.
+
+    The namespaces and clusters are compared only if they are known.
+    """
     found, own = Owner.parse(owner), Owner.parse(settings_of(job.raw).get(JOB_ID) or job.name)
     same_submission = found.submission == own.submission
     same_namespace = found.namespace in ("", job.raw["metadata"].get("namespace"))
@@ -185,7 +189,10 @@ def owns(job: JobView, owner: str) -> bool:
 
 
 def _judge_try(seen: ClusterSeen, job: JobView, last: Status | None, stored: RunSeen) -> tuple[RunState, str]:
-    """Return the state according to the operator and the run's processes. `last` can be from an earlier attempt."""
+    """Return the state according to the operator and the run's processes.
+
+    `last` is the last stored status, which can be from an earlier attempt.
+    """
     deployment, ray = job.deployment_status, job.job_status
     own = last if last and last.time >= job.try_began else None
     if deployment == "ValidationFailed":
@@ -221,7 +228,7 @@ def _judge_try(seen: ClusterSeen, job: JobView, last: Status | None, stored: Run
 
 
 def _starting(seen: ClusterSeen, job: JobView, own: Status | None) -> tuple[RunState, str]:
-    """Return the state of a job with a driver that is about to start, for the first time or after the head was lost."""
+    """Return the state of a job whose driver is about to start, for the first time or after the head was lost."""
     if own is None:
         return RunState.STARTING, "its pods are ready; the driver is about to start"
     if not own.state.terminal and not _silence(own, seen.time):  # the operator has not noticed the restart yet
@@ -354,7 +361,7 @@ def read_workers(text: str) -> WorkerRange | None:
 
 
 def wanted_workers(job: JobView, stored: RunSeen) -> WorkerRange | None:
-    """Return the number of workers that a run should have now: NUM_WORKERS, unless `sunspot scale` has narrowed it."""
+    """Return the number of workers that a run should have now, according to NUM_WORKERS and `sunspot scale`."""
     given = read_workers(settings_of(job.raw).get(NUM_WORKERS, ""))
     return narrowed(given, stored.scale) if given else None
 

@@ -122,7 +122,7 @@ class PodView:
         return bool(self.deleted_by)
 
     def overdue(self, now: float) -> bool:
-        """Return True if the pod should be gone by now. It remains until its node recovers or is removed."""
+        """Return True if the pod's deletion is overdue. Such a pod remains until its node recovers or is removed."""
         return self.deleting and now > self.deleted_by + OVERDUE_S
 
 

@@ -1,7 +1,8 @@
 """Waits for one run to end, or watches all runs in a namespace. Restarts runs if the operator abandons their head pod.
 
-KubeRay replaces a head pod that is gone. If no head answers for too long, because its node is frozen or no node fits a
-new head, the RayJob fails regardless of `backoffLimit`, although the run is intact.
+KubeRay replaces a head pod that is gone. A head can also be unreachable for a long time, because its node is frozen or
+no node fits a new head. In this case, KubeRay fails the RayJob regardless of `backoffLimit`, although the run is
+intact.
 """
 
 import threading
@@ -173,9 +174,9 @@ class HeadRestarts:
 def start_again(access: RunAccess, restart: Restart) -> None:
     """Replace a failed RayJob with a new one of the same name, which has the same owner ID in storage.
 
-    A pod on a frozen node can no longer change the run when the node recovers (run/attempts.py). Raises `ClusterError`
-    or `GaveUpError` if the RayJob cannot be replaced within MAX_OUTAGE_S, or if the GitOps tool has not recreated it
-    within RECREATED_WITHIN_S.
+    If an old pod was on a frozen node, it can no longer change the run when the node recovers (run/attempts.py). Raises
+    `ClusterError` or `GaveUpError` if the RayJob cannot be replaced within MAX_OUTAGE_S, or if the GitOps tool has not
+    recreated it within RECREATED_WITHIN_S.
     """
     cluster, job = access.require_cluster(), restart.job
     deadline = time.monotonic() + (MAX_OUTAGE_S if restart.manifest else RECREATED_WITHIN_S)
@@ -226,8 +227,8 @@ class Reconciler:
     The annotations show the run's state and progress to Argo CD, dashboards and kubectl. A reconciler can be replaced
     at any time, because it keeps no important state.
 
-    `show` is called with a run's name, its state and the reason why it ended, whenever one of them changes. A `mover`
-    moves the runs to better places, even if the cluster no longer answers.
+    `show` is called with a run's name, its state and, if it has ended, the reason, whenever one of these changes. A
+    `mover` moves the runs to better places, even if their cluster no longer answers.
     """
 
     def __init__(

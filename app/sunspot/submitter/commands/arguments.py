@@ -78,7 +78,7 @@ def add_render_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_job_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that affect a manifest besides the profile, the run and the place."""
+    """Add the options that affect a manifest, except those for the profile, the run and the place."""
     add_settings(parser)
     parser.add_argument("--image", metavar="REF", help="the image; default: the profile's image")
     parser.add_argument(
@@ -106,9 +106,9 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def add_settings_and_words(parser: argparse.ArgumentParser) -> None:
-    """Add positional arguments, each of which is a setting as VAR=VALUE or the path of the task's file.
+    """Add positional arguments, each of which is either a setting (VAR=VALUE) or the path of the task's file.
 
-    They are for subcommands that train on this machine.
+    Only subcommands that train on this machine accept such arguments.
     """
     parser.add_argument(
         "words", metavar="WORD", nargs="*", help="a setting as VAR=VALUE, or the path of the task's file"

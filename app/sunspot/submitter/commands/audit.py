@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def print_epochs(proof: Proof) -> None:
-    """Print a table of the rows that each epoch consumed. In a mixture, each row names its source."""
+    """Print a table of the rows that each epoch consumed. For a mixture, each line names its source."""
     rows = [[e.epoch, e.rows, e.missing if e.finished else "unfinished", e.repeated] for e in proof.epochs]
     if any(epoch.source for epoch in proof.epochs):
         print_table(("source", *COLUMNS), [[e.source, *row] for e, row in zip(proof.epochs, rows, strict=True)])

@@ -19,7 +19,7 @@ add_arguments = add_settings_and_words
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print what was checked, or raise the task's error. With `--json`, a document is printed in either case."""
+    """Print what was checked, or raise the task's error. With `--json`, print a document even if the task fails."""
     environment = training_environment(with_place(given_settings(args), None, args.storage))
     import_as_module_run(environment)
     settings = settings_in(environment)

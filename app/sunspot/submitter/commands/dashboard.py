@@ -77,7 +77,8 @@ def _find_head(access: RunAccess, cluster: Cluster) -> dict[str, Any]:
 def _read_token(cluster: Cluster, head: dict[str, Any]) -> tuple[str, str]:
     """Return the head's token, or an empty string and the reason why it cannot be read.
 
-    Both are empty if the head needs no token."""
+    Both strings are empty if the head needs no token.
+    """
     environment = {entry["name"]: entry for entry in head["spec"]["containers"][0].get("env", ())}
     variable = environment.get("RAY_AUTH_TOKEN", {})
     if "value" in variable:

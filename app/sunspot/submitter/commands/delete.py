@@ -25,8 +25,8 @@ def run(args: argparse.Namespace) -> None:
         _print(access, contents)
     others = contents.not_submitted
     if others:
-        fix = "remove it there first; otherwise it is recreated, and the run starts from the beginning"
-        warn(f"`sunspot submit` did not create {', '.join(others)}: if it comes from a repository (GitOps), {fix}")
+        fix = "remove it there first, because otherwise it is recreated, and the run starts from the beginning"
+        warn(f"`sunspot submit` did not create {', '.join(others)}; if it is defined in a GitOps repository, {fix}")
     if not args.yes:
         if args.json:
             print_json(_record(contents, contents, removed=False))
@@ -84,7 +84,7 @@ def _print(access: RunAccess, contents: RunContents) -> None:
 def _record(contents: RunContents, left: RunContents | None, removed: bool) -> dict[str, Any]:
     """Return the JSON record of the deletion.
 
-    `left` is what still exists, or None if nothing is left or this is unknown.
+    `left` is what still exists. It is None if nothing is left, or if it is unknown what is left.
     """
     return {
         "run": contents.run.name,

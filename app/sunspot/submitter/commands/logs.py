@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
     """Print the newest output of the driver or one rank. With `-f`, continue until the run has ended."""
     if args.follow and args.previous:
         raise SettingsError(
-            "-f and --previous cannot be combined, because the output of a previous start no longer grows; choose one"
+            "-f and --previous cannot be combined, because output from before a restart no longer grows; choose one"
         )
     cluster = None
     if args.follow:
@@ -66,7 +66,8 @@ def run(args: argparse.Namespace) -> None:
 def _find_printed(run: Run, args: argparse.Namespace) -> str:
     """Find the stream selected by the arguments.
 
-    If there is no such stream, the error says what the cluster reports.
+    Raises `NotFoundError` if the stream does not exist. If the run has written no output at all, the message includes
+    the cluster's explanation.
     """
     try:
         return find_stream(run, args.rank, args.previous)
@@ -96,7 +97,7 @@ def _await_output(access: RunAccess, rank: int | None) -> None:
 
 
 def follow(run: Run, rank: int | None = None, as_json: bool = False, cluster: Cluster | None = None) -> None:
-    """Print the run's newest stream and the streams of later starts, until the run has ended."""
+    """Print the run's newest stream, and then the streams of any restarts, until the run has ended."""
     from sunspot.submitter.cluster.observation import RunAccess
 
     access = RunAccess(run, cluster)

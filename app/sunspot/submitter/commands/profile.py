@@ -1,4 +1,4 @@
-"""`sunspot profile`: lets chosen ranks of a live run record a few steps, and shows which operations took the time."""
+"""`sunspot profile`: makes ranks of a live run record a few steps, and shows which operations took most of the time."""
 
 import argparse
 import time
@@ -70,23 +70,27 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _require_training(run: Run) -> Status:
-    """Return the status of a run that trains. Raises `NotFoundError` or `ConflictError` if it does not."""
+    """Return the status of a run that is training. Raises `NotFoundError` or `ConflictError` for any other run."""
     seen = look(run)
     if seen.status and seen.state is RunState.RUNNING:
         return seen.status
     if seen.state in (RunState.STARTING, RunState.FINISHING, RunState.STOPPING):
-        raise ConflictError(f"{run.name} is {seen.state}: {seen.reason}; a profile needs a run that takes steps")
+        raise ConflictError(f"{run.name} is {seen.state}: {seen.reason}; a profile needs a run that is training")
     raise NotFoundError(f"{run.name} is not live but {seen.state}: {seen.reason}; a profile needs a live run")
 
 
 def _await_profiles(run: Run, request: ProfileRequest, until: float) -> list[RankProfile]:
-    """Wait until all ranks have reported. Raises `GaveUpError` if they no longer can, or have not in time."""
+    """Wait until all chosen ranks have reported, and return their profiles.
+
+    Raises `GaveUpError` if a rank fails, can no longer report or has not reported in time, and `ConflictError` if
+    another request has replaced this one.
+    """
     while True:
         found = {rank: read_rank_profile(run, request, rank) for rank in request.ranks}
         profiles = [profile for profile in found.values() if profile]
         for profile in profiles:
             if profile.error:
-                raise GaveUpError(f"rank {profile.rank} could not record the steps: {profile.error}; the run goes on")
+                raise GaveUpError(f"rank {profile.rank} could not record the steps: {profile.error}; the run continues")
         if len(profiles) == len(found):
             return profiles
         seen = look(run)
@@ -95,10 +99,10 @@ def _await_profiles(run: Run, request: ProfileRequest, until: float) -> list[Ran
         if seen.status and seen.status.attempt != request.attempt:
             raise GaveUpError(
                 f"the profile was dropped, because a worker was lost or joined (`sunspot events {run.name}`). The run "
-                "goes on as after any such change; repeat the command for another profile"
+                "continues with its new workers; run the command again to record a profile"
             )
         if read_request(run) != request:
-            raise ConflictError(f"another request has replaced this profile of {run.name}; repeat the command later")
+            raise ConflictError(f"another request has replaced this profile of {run.name}; run the command again later")
         if time.monotonic() > until:
             late = f"{_name(sorted(found.keys() - {each.rank for each in profiles}))} wrote no trace in time"
             raise GaveUpError(

@@ -44,7 +44,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _accepts_budget(budget: str, args: argparse.Namespace) -> bool:
-    """Print that the budget will stop the run. At a terminal, ask whether to submit the run."""
+    """Warn that the budget can stop the run, and return True if the run should be submitted.
+
+    At a terminal, the user is asked first.
+    """
     warn(f"SUNSPOT_BUDGET={budget}: once its nodes have cost that much, the run saves a checkpoint and stops")
     if args.yes or args.json or not (sys.stdin.isatty() and sys.stderr.isatty()):
         return True

@@ -85,7 +85,7 @@ def check_cluster(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
 
 
 def _or_ok(problems: Iterable[Check], name: str, good: str) -> Iterator[Check]:
-    """Yield the problems. If there are none, yield a successful check with the text `good`."""
+    """Yield the problems, or a successful check with the text `good` if no problem was found."""
     yield from list(problems) or [Check(name, Result.OK, good)]
 
 
@@ -150,13 +150,13 @@ def _check_namespace(cluster: Cluster) -> Iterator[Check]:
 
 
 def _check_references(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Check]:
-    """Check the objects that pods need to start."""
+    """Check that all objects that the run's pods require exist."""
     for kind, name in sorted(set(find_references(manifest))):
         yield from _or_ok(find_missing_object(cluster, kind, name), f"{kind} {name}", "exists")
 
 
 def _check_base(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Check]:
-    """Check the objects that protect runs but are not needed to start pods."""
+    """Check that the NetworkPolicies and PodDisruptionBudgets in k8s/base exist. Pods also start without them."""
     files = sorted((manifests() / "base").glob("*.yaml"))
     objects = [item for file in files for item in read_documents(file) if "metadata" in item]
     if manifest["spec"]["rayClusterSpec"].get("networkPolicy"):

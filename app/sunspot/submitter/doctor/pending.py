@@ -115,7 +115,7 @@ def _find_restarts(job: JobView, pods: Pods) -> Iterator[Finding]:
 
 
 def _find_mixed_images(pods: Pods) -> Iterator[Finding]:
-    """Find image tags that were pushed again during the run. The run's pods then run different programs."""
+    """Find image tags that were pushed again during the run, so that the run's pods use different images."""
     digests: dict[str, dict[str, list[str]]] = {}
     for pod in pods:
         for image, digest in sorted(pod.images):

@@ -1,4 +1,4 @@
-"""Tests storage, GPUs and the network in pods like those of a run.
+"""Tests storage, GPUs and the network from pods that are like a run's pods.
 
 The pods use the same nodes, service account, Secrets and policies as the run. They are deleted at the end. If this
 process cannot delete them, they end by themselves.

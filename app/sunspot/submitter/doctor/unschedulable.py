@@ -109,13 +109,13 @@ def find_refusals(message: str, pod: Mapping[str, Any], nodes: Nodes) -> list[Re
 
 
 def _without_empty(refusal: Refusal, found: Sequence[Sequence[Obstacle]]) -> Refusal:
-    """Return a refusal that does not count the nodes that would lack the resource even if they were empty."""
+    """Return a copy of a refusal whose node count leaves out nodes that are too small even when they are empty."""
     lack = sum(any(each.what in (refusal.what, f"without {refusal.what}") for each in obstacles) for obstacles in found)
     return refusal._replace(nodes=max(1, refusal.nodes - lack))
 
 
 def _nearest(found: Sequence[Sequence[Obstacle]]) -> list[Refusal]:
-    """Return the obstacles on the nodes with the fewest obstacles."""
+    """Return a refusal for each obstacle on the nodes that have the fewest obstacles."""
     fewest = min(map(len, found), default=0)
     nearest = [obstacles for obstacles in found if len(obstacles) == fewest]
     refusals = []

@@ -1,4 +1,4 @@
-"""Finds pods that would split a node's GPUs between them.
+"""Finds pods that would run on the same node and divide its GPUs among themselves.
 
 NCCL treats every pod as a separate host. Two pods on one node therefore exchange gradients over the network instead of
 NVLink.

@@ -149,7 +149,7 @@ class Toleration(_Part):
 
 
 class Spot(_Part):
-    """The label that identifies spot nodes. Workers run on these nodes, and the head never does."""
+    """The label that identifies spot nodes. Workers run on these nodes by default, and the head never does."""
 
     label: Key = _takes("the label of spot nodes", ...)
     value: LabelValue = _takes("the label's value, in quotes", ...)
@@ -351,7 +351,7 @@ class Profile(_Part):
 
 
 class Place(Profile):
-    """A cluster, or a group of nodes in a cluster, and what differs there from the rest of the profile."""
+    """A cluster, or a group of nodes in a cluster, with the profile keys whose values differ there."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$")] = _takes(
         "at most 32 lower-case letters, digits and '-'", ...
@@ -377,8 +377,8 @@ def manifests() -> Path:
 def load_profile(name: str, given: Mapping[str, Any], place: str | None = None) -> Profile:
     """Load a profile by name or path, including the profiles that it extends.
 
-    Values of the place called `place`, if given, override the profile's values. Values in `given` override both.
-    Raises `SettingsError`, which lists every problem.
+    Values of the place called `place`, if given, override the profile's values. Values in `given` override all of these
+    values. Raises `SettingsError`, which lists every problem.
     """
     merged = functools.reduce(_merge, reversed(_read_chain(name).values()))
     there = {} if place is None else _find_place(name, merged, place)

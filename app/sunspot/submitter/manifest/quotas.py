@@ -47,7 +47,7 @@ class Demand:
 
     @property
     def parts(self) -> dict[str, float]:
-        """The nonzero amounts that the run needs to start, keyed by pod set."""
+        """The amounts that the run needs to start, except zeros, keyed by text such as `2 workers`."""
         taken = {
             f"{each.least} {name}" if each.least > 1 else name: each.least_amount(each.least, self.of_pod)
             for name, each in self.sets.items()

@@ -164,7 +164,7 @@ class Rendered:
 
 
 def choose_profile(request: JobRequest) -> Profile:
-    """Load the profile of a request, as it is in the request's place. Options override the profile's values."""
+    """Load a request's profile, with the values of the request's place. Options override all of these values."""
     options = {name: getattr(request, name) for name in ("image", "namespace", "queue", "code")}
     given = {name: value for name, value in options.items() if value is not None}
     return load_profile(request.profile, given, request.place)
@@ -326,7 +326,8 @@ def _resolve(
 ) -> list[Derived]:
     """Return the job's variables, in the order of the settings.
 
-    Only given and derived settings are included. The image can set defaults for the others, such as its own task.
+    Only given and derived settings are included. The image can set defaults for the other settings, such as its own
+    task.
     """
     every = {**search.settings.environment(), **search.given}
     chosen = {variable: (every[variable], source) for variable, (value, source) in given.items() if value != ""}
@@ -424,7 +425,7 @@ def _find_problems(settings: Settings, profile: Profile, request: JobRequest, po
 def _find_unnamed(
     job: dict[str, Any], profile: Profile, shape: Shape | None, given: Mapping[str, tuple[str, str]]
 ) -> list[str]:
-    """Return a problem for each default that cannot be used on a cloud (the bucket, or an image without a registry)."""
+    """Return a problem for each default that does not work in a cloud: the bucket, and images without a registry."""
     problems = []
     storage_path, source = given[STORAGE_PATH]
     if source == BASE:

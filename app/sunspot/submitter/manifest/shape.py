@@ -160,7 +160,10 @@ def _choose_resources(settings: Settings, cpus: int, per_pod: int) -> tuple[dict
 
 
 def _find_misfits(settings: Settings, shape: Shape, per_pod: int) -> list[str]:
-    """Return the reasons why a worker would never start or never get a row. Ray would wait silently."""
+    """Return the reasons why a worker would never start or never get a row.
+
+    Without this check, Ray would wait forever and print nothing.
+    """
     asked = f"SUNSPOT_RESOURCES_PER_WORKER={shape.per_worker}".replace("'", '"')
     cpu = shape.per_worker.get("CPU", 1)
     gpu = shape.per_worker.get("GPU", 0)

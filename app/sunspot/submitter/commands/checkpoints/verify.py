@@ -20,7 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Verify one checkpoint or all of them, and print the result. A finished run's last checkpoint must exist."""
+    """Verify one checkpoint or all of them, and print the results.
+
+    A finished run's last checkpoint counts as damaged if it is missing.
+    """
     run = find_run(args.run, args.storage)
     name = args.name
     directories = list_directories(run)

@@ -72,7 +72,7 @@ def advise_on_full_disk(case: Case, text: str) -> str:
 
 
 def abridge(text: str) -> str:
-    """Return a text as one line. If it is long, only its beginning and end are returned."""
+    """Return a text as one line. A long text is shortened to its beginning and end."""
     words = " ".join(text.split())
     half = MAX_REASON // 2
     return words if len(words) <= MAX_REASON else f"{words[:half]} ... {words[-half:]}"

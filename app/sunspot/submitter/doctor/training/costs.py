@@ -98,14 +98,14 @@ def measure_throughput(records: Sequence[Mapping[str, Any]]) -> RankThroughput:
 
 
 def rank_windows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the newest worker group's records that contain steps and the measurements of every rank."""
+    """Return the newest worker group's records, except those without steps or without all ranks' measurements."""
     windows = [dict(r) for r in records if r.get("steps") and _has_figures(r)]
     groups = [(window["attempt"], len(window["ranks"]["resident_mib"])) for window in windows]
     return [window for window, group in zip(windows, groups, strict=True) if group == groups[-1]]
 
 
 def _has_figures(record: Mapping[str, Any]) -> bool:
-    """Return True if all measurements are known. Some are unknown outside a container with limits."""
+    """Return True if a record has all measurements. Some can only be measured in a container with limits."""
     ranks = record["ranks"]
     return (
         all(isinstance(record.get(name), int | float) for name in ("time", "seconds"))
@@ -287,7 +287,7 @@ def find_losses(case: Case) -> Iterator[Finding]:
 def _prevent(cause: Cause, replayed: int, local: bool) -> str:
     """Return advice on how to make incidents with this cause rarer or cheaper.
 
-    `replayed` is the number of repeated steps.
+    `replayed` is the number of steps that were repeated because of the incidents.
     """
     if local and cause is Cause.OUT_OF_MEMORY:
         return "start fewer workers (SUNSPOT_NUM_WORKERS)"

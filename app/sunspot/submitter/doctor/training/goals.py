@@ -1,4 +1,4 @@
-"""Finds a deadline that will be missed, and a budget that does not suffice."""
+"""Finds deadlines that will be missed, and budgets that are too small."""
 
 from collections.abc import Iterator
 

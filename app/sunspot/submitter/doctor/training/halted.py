@@ -66,7 +66,7 @@ def _where_it_resumes(case: Case) -> str:
 
 
 def _counts(case: Case, failure: Failure) -> bool:
-    """Return False if a failure belongs to a superseded process, which may have reported it late."""
+    """Return False if a failure is from a superseded driver, whose processes may have reported it late."""
     owner = case.newest.driver if case.newest else ""
     attempt = next((attempt for attempt in case.seen.attempts if attempt.number == failure.attempt), None)
     return attempt is None or attempt.driver == owner

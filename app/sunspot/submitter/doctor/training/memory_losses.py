@@ -21,7 +21,7 @@ SAVE_MEMORY = (
 def find_out_of_memory(case: Case) -> Iterator[Finding]:
     """Yield a finding if workers of the newest driver were killed for lack of memory.
 
-    The run's events and its last error show this.
+    Searches the run's events and its last error for such workers.
     """
     driver = case.newest.driver if case.newest else ""
     own = {attempt.number for attempt in case.seen.attempts if attempt.driver == driver}

@@ -51,7 +51,7 @@ def find_storage(case: Case) -> Iterator[Finding]:
 def _find_unusable(case: Case) -> Iterator[Finding]:
     """Find unusable checkpoints that are newer than the one in use.
 
-    Findings about lost work have the highest cost.
+    Findings about lost checkpoints get the highest cost, so they come first among equally severe findings.
     """
     ended = case.state.terminal
     severity = Severity.ERROR if case.state is RunState.SUCCEEDED else Severity.WARNING
@@ -81,7 +81,7 @@ def _find_unusable(case: Case) -> Iterator[Finding]:
 
 
 def _advise_ended(case: Case) -> str:
-    """Return advice on a run that has ended and has an unusable newest checkpoint."""
+    """Return advice on a run that has ended and whose newest checkpoint is unusable."""
     seen = case.seen
     generation = case.state is RunState.SUCCEEDED and not case.local
     again = "start it again" + (" (a RayJob with another --generation)" if generation else "")
