@@ -65,7 +65,7 @@ def test_the_other_workers_keep_training_and_a_killed_worker_is_replaced(
 
 
 @pytest.mark.slow
-def test_a_worker_is_given_back_and_returns_on_request_without_a_restart(
+def test_a_run_releases_a_worker_and_takes_it_back_on_request_without_a_restart(
     program: Program, make_data: MakeData, ray_address: str
 ) -> None:
     run = the_run(program)
@@ -227,7 +227,7 @@ def test_a_replica_leaves_and_returns_without_a_repeated_step(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("survivors", ["auto", "off"])
-def test_an_elastic_run_has_whole_replicas_at_all_times(
+def test_an_elastic_run_never_has_an_incomplete_replica(
     survivors: str, program: Program, make_data: MakeData, ray_address: str
 ) -> None:
     run = the_run(program)

@@ -91,7 +91,7 @@ def training(cluster: FakeCluster, run: Run, monkeypatch: pytest.MonkeyPatch, se
 # ------------------------------------------------------------------------------------------------------------- the plan
 
 
-def test_the_seed_determines_the_order_of_fault_kinds() -> None:
+def test_the_seed_determines_the_order_of_the_faults() -> None:
     plans = [make_plan(["reclaim,kill", "head"], 60, 9, seed) for seed in (1, 1, 2)]
     assert plans[0] == plans[1]
     assert plans[0].kinds != plans[2].kinds
@@ -135,7 +135,7 @@ def test_chaos_deletes_no_pod_without_confirmation_or_with_invalid_arguments(
     ("kind", "victims", "grace_s"),
     [("reclaim", WORKERS, None), ("kill", WORKERS, KILL_GRACE_S), ("head", [HEAD], KILL_GRACE_S)],
 )
-def test_a_fault_hits_exactly_one_pod_of_its_kind(
+def test_each_kind_of_fault_hits_exactly_one_suitable_pod(
     cluster: FakeCluster,
     sunspot: Command,
     training: Training,

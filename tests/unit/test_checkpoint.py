@@ -137,7 +137,7 @@ def newest(run: Run) -> Checkpoint | None:
     return find_newest_good(run, read_attempts(run))[0]
 
 
-def test_a_checkpoint_contains_the_state_at_its_step(run: Run) -> None:
+def test_a_checkpoint_contains_the_state_of_its_step_although_training_continues(run: Run) -> None:
     trainee = Trainee(run)
     trainee.train(3)
     expected = trainee.state()
@@ -259,7 +259,7 @@ class Positive(torch.nn.Linear):
         return super().forward(rows)
 
 
-def test_weights_that_a_forward_pass_changes_through_the_data_attribute_are_copied_at_once(run: Run) -> None:
+def test_weights_that_a_forward_pass_changes_through_data_are_copied_immediately(run: Run) -> None:
     trainee = Trainee(run, model=Positive(40, 40))
     trainee.train(2)
     assert trainee.checkpoints._optimizer_only.ids == {id(trainee.model.bias)}
@@ -374,7 +374,7 @@ def test_a_newer_snapshot_replaces_a_waiting_snapshot_if_storage_is_slow(
     assert len(trainee.checkpoints._snapshots._memory._slots) <= 4
 
 
-def test_a_kill_at_any_point_of_a_commit_loses_nothing(tmp_path: Path) -> None:
+def test_killing_a_process_at_any_point_of_a_commit_loses_nothing(tmp_path: Path) -> None:
     memory = Path("/dev/shm")  # every file is synced, which takes most of the time on a disk
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as folder:
         command = [sys.executable, "-m", "tests.harness.commit_points", folder]

@@ -399,7 +399,7 @@ def test_submitting_edited_code_creates_a_new_job_that_takes_over_the_run(
     assert len(sunspot.run.storage.list(sunspot.run.key("code"))) == 3
 
 
-def test_code_can_be_set_in_the_profile_or_from_python(
+def test_the_code_folder_can_be_set_in_the_profile_or_with_the_python_api(
     cluster: FakeCluster, s3_bucket: str, folder: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "mine.yaml").write_text(f"extends: kind\ncode: {folder}\n")

@@ -92,7 +92,9 @@ def test_local_sources_of_a_mixture_get_absolute_paths(tmp_path: Path, monkeypat
 
 
 @given(st.lists(st.integers(1, 99), min_size=1, max_size=6), st.integers(0, 10**12))
-def test_in_any_part_of_a_mixture_the_shares_match_the_weights(weights: list[int], first: int) -> None:
+def test_every_part_of_a_mixture_contains_its_sources_in_proportion_to_their_weights(
+    weights: list[int], first: int
+) -> None:
     positions = np.arange(first, first + 300)
     counts = np.stack(count_by_source(weights, positions))
     shares = np.array(weights)[:, None] * positions / sum(weights)
@@ -268,7 +270,7 @@ def test_the_audit_finds_a_row_that_a_pass_repeats_although_the_next_pass_misses
     assert found["b", 1] == (0, 0)
 
 
-def test_an_identity_with_an_empty_source_has_no_layout() -> None:
+def test_an_identity_without_rows_or_with_an_empty_source_has_no_epoch_layout() -> None:
     settings = {"SUNSPOT_GLOBAL_BATCH_SIZE": "5"}
     rows = Rows("", 20, 4, "", "", LAYOUT.sources)
     assert find_layout(Identity(settings, rows)) == LAYOUT

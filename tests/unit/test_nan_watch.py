@@ -300,7 +300,7 @@ def test_a_run_that_diverged_restarts_from_a_finite_checkpoint(
     assert (found.step, found.finite) == (12, True)
 
 
-def test_a_group_that_continues_in_place_keeps_checking_the_weights(group: dist.ProcessGroup) -> None:
+def test_a_group_that_continues_without_a_restart_keeps_checking_the_weights(group: dist.ProcessGroup) -> None:
     built = make_worker(plan_without_evaluation(Settings(task="tests.tasks.tiny", num_workers="1")), group)
     for parameter in built.learner.model.parameters():
         nn.init.constant_(parameter, INF)

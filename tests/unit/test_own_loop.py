@@ -336,7 +336,7 @@ def test_held_out_rows_are_evaluated_only_if_the_task_defines_a_loss(examples: N
     assert "; no loss, so no evaluation" in plan.reasons[0]
 
 
-def test_the_script_from_which_the_example_task_was_made_trains(
+def test_the_original_script_of_the_example_task_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
 ) -> None:
     """It also resumes from its checkpoint with the same rates. The model's initial loss is the same, too."""

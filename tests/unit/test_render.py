@@ -476,7 +476,7 @@ def check_restricted(rendered: Rendered) -> None:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_every_job_has_the_fields_that_runs_rely_on(profile: str) -> None:
+def test_every_rendered_job_has_the_fields_that_a_run_needs(profile: str) -> None:
     rendered = render(profile, {})
     spec = rendered.manifest["spec"]
     assert spec["submissionMode"] == "HTTPMode"
@@ -657,7 +657,7 @@ def test_the_head_can_be_evictable(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("profile", sorted(set(GPU_PROFILES) - set(NODE_PROFILES)))
-def test_each_gpu_gets_a_worker(profile: str) -> None:
+def test_each_gpu_gets_one_worker(profile: str) -> None:
     rendered = render(profile, {"NUM_WORKERS": "3"})
     _, group = groups_of(rendered)
     pod = group["template"]["spec"]
@@ -1270,7 +1270,7 @@ def test_a_custom_profile_can_set_the_bucket_and_image(host: str, tmp_path: Path
     )
 
 
-def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
+def test_render_reports_all_problems_at_once(tmp_path: Path) -> None:
     text = refusal(own_profile(tmp_path, "worker: {memry: 1Gi, cpu: x}\nnotice: 3"), {})
     assert [re.split("[ =]", line.strip())[0] for line in text.splitlines()[1:]] == [
         "notice",

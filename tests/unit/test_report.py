@@ -568,7 +568,7 @@ def test_the_security_policy_blocks_scripts_and_remote_images(browser: Browser, 
     assert browser.run("return document.title") == "run: failed"
 
 
-def test_a_task_metric_can_be_named_few() -> None:
+def test_a_task_metric_named_few_does_not_affect_the_charts() -> None:
     """A metric with this name does not hide means over enough rows."""
     history = History()
     for step in (1, 2):

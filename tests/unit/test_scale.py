@@ -80,7 +80,7 @@ def ray(cluster: FakeCluster, run: Run, set_constants: SetConstants) -> ElasticC
     return ElasticCluster(cluster)
 
 
-def test_the_pods_of_workers_that_have_left_are_given_back(run: Run, sunspot: Command, ray: ElasticCluster) -> None:
+def test_scale_releases_the_pods_of_workers_that_have_left(run: Run, sunspot: Command, ray: ElasticCluster) -> None:
     """Ray's autoscaler may then not replace them, although Ray Train still reserves resources for these workers."""
     train(run)
     ray.on_request = lambda: ray.patches or train(run, hosts=("worker-c", "worker-a"))
@@ -109,7 +109,7 @@ def test_requesting_the_full_num_workers_range_undoes_a_request(
     assert ray.group["replicas"] == 2, "the autoscaler adds pods itself"
 
 
-def test_a_ray_cluster_that_changes_at_the_same_time_is_read_again(
+def test_scale_tries_again_if_the_ray_cluster_changes_at_the_same_time(
     run: Run, sunspot: Command, ray: ElasticCluster
 ) -> None:
     train(run, hosts=("worker-a",))
@@ -121,7 +121,7 @@ def test_a_ray_cluster_that_changes_at_the_same_time_is_read_again(
     assert "changed during 5 attempts; try again" in sunspot.err
 
 
-def test_scale_stores_no_request_if_it_may_not_release_pods(
+def test_scale_stores_no_request_if_the_user_is_not_allowed_to_release_pods(
     run: Run, sunspot: Command, ray: ElasticCluster, cluster: FakeCluster
 ) -> None:
     train(run)
@@ -248,7 +248,7 @@ def test_the_last_known_request_stays_in_force_while_storage_fails(run: Run, mon
     assert wanted.describe() == "because SUNSPOT_NUM_WORKERS=1..4"
 
 
-def test_the_driver_passes_each_change_of_the_request_on_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_driver_passes_on_each_change_of_the_request_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     control = LocalControl()
     wanted = WantedWorkers(run, GIVEN)
     now = [0.0]

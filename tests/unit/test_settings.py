@@ -73,7 +73,7 @@ def test_defaults_match_the_contract() -> None:
     assert {name: environment[PREFIX + name] for name in CONTRACT} == CONTRACT
 
 
-def test_all_problems_are_reported_at_once_without_importing_torch_or_ray() -> None:
+def test_all_invalid_settings_are_reported_at_once_without_importing_torch_or_ray() -> None:
     wrong = {
         "SUNSPOT_EPOCHS": "two",
         "SUNSPOT_NUM_WORKERS": "8..2",

@@ -159,7 +159,7 @@ def test_the_newest_copy_is_kept_until_a_newer_copy_is_complete() -> None:
     assert len(list(second.memory.directory.glob("slot-*.json"))) == 1
 
 
-def test_a_copy_is_dropped_if_collectives_were_aborted_before_it_ended() -> None:
+def test_a_copy_is_dropped_if_collectives_were_aborted_before_it_was_complete() -> None:
     """Its step may be undone. The sums in a copy for storage are known to be complete."""
     trainee = Trainee()
     trainee.snapshots = trainee.make_snapshots(sums=SimpleNamespace(aborted=False))
@@ -175,7 +175,7 @@ def test_a_copy_is_dropped_if_collectives_were_aborted_before_it_ended() -> None
     assert find_snapshot(RUN).snapshot.step == 3
 
 
-def test_a_running_process_keeps_its_directory() -> None:
+def test_the_directory_of_a_running_process_is_not_removed() -> None:
     one, other = Trainee(1), Trainee(2)
     assert one.memory.directory != other.memory.directory
     for trainee in (one, other):

@@ -435,7 +435,7 @@ def test_the_reason_says_why_a_run_is_pending(pods: list[dict[str, Any]], said: 
         assert part in reason
 
 
-def test_one_group_can_wait_for_pods_while_another_trains() -> None:
+def test_one_worker_group_can_wait_for_pods_while_another_trains() -> None:
     of_two = replace(job(), training_groups=("workers", "workers-2"))
     pods = [view(raw) for raw in (head(), worker(1), worker(2, UNSCHEDULABLE))]
     state, reason = judge(of_two, pods, status=status(RunState.RUNNING, world_size=1), now=NOW)
@@ -474,7 +474,7 @@ def test_pods_of_an_earlier_attempt_do_not_count() -> None:
 
 
 @pytest.mark.parametrize(("ago", "answers"), [(-20, True), (20, True), (60, False)])
-def test_the_reason_names_the_node_of_a_head_being_deleted(ago: float, answers: bool) -> None:
+def test_the_reason_names_the_node_of_a_head_that_is_being_deleted(ago: float, answers: bool) -> None:
     ending = head()
     ending["metadata"]["deletionTimestamp"] = timestamp(NOW - ago)
     last = status(RunState.RUNNING, age=100)

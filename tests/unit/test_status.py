@@ -117,7 +117,7 @@ def test_a_frozen_driver_writes_nothing_after_a_takeover(run: Run, clock: Clock)
     assert [(entry.key, entry.version) for entry in list_statuses(run)] == before
 
 
-def test_each_driver_start_of_a_job_has_its_own_status(run: Run) -> None:
+def test_each_driver_of_a_restarted_job_has_its_own_status(run: Run) -> None:
     """The operator restarts the job's driver if the head does not answer, but the old head can come back."""
     frozen = DriverStatusWriter(run, OLD)
     write_status(run, replace(NEW, owner=OLD.owner))

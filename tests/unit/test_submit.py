@@ -311,7 +311,7 @@ def test_submit_wait_returns_the_outcome_of_the_run(cluster: FakeCluster, sunspo
 # ------------------------------------------------------------------------------------------------------------ preflight
 
 
-def test_all_problems_are_reported_at_once(cluster: FakeCluster, sunspot: Command) -> None:
+def test_submit_reports_all_problems_at_once(cluster: FakeCluster, sunspot: Command) -> None:
     cluster.objects.clear()
     cluster.objects.add(CORE)
     cluster.forbidden |= {"create rayjobs", "list pods"}
