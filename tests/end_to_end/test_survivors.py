@@ -141,7 +141,7 @@ def test_a_suspended_worker_that_is_alone_in_its_group_is_not_restarted(
 def test_two_replacements_form_a_group_even_if_one_starts_later(
     program: Program, make_data: MakeData, tmp_path: Path, ray_address: str
 ) -> None:
-    """All workers that trained are gone by then. Only the first replacement has prepared itself."""
+    """The workers that trained are gone before the second replacement starts. Only the first one is prepared."""
     run, preparing = the_run(program), {"TASK": "tests.tasks.preparing"}
     preparing |= {"TASK_ARGS": json.dumps({"folder": str(tmp_path)}), "DATASET": make_data(20_000, row_group=1000)}
     training = program.begin(**{**SURVIVING, **preparing}, NUM_WORKERS=2)

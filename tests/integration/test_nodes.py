@@ -404,9 +404,7 @@ def test_a_group_is_ended_early_only_if_the_next_group_must_wait_for_nodes() -> 
 
 @pytest.mark.parametrize("error", [ActorDiedError(), WorkerGroupStartupFailedError("it died as it was initialized")])
 def test_a_replacement_that_dies_is_replaced_after_the_next_poll(error: Exception) -> None:
-    """Ray would try again at once, and would then also replace workers that it had replaced before, which may already
-    train.
-    """
+    """Ray would try again at once. It would then also replace earlier replacements that may already train."""
 
     def replace(number: int) -> None:
         raise error

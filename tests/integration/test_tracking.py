@@ -102,7 +102,7 @@ class Shown:
 
     @property
     def points(self) -> Points:
-        """All metrics except the ones sent at the end of the run."""
+        """All metrics except those that are sent at the end of the run."""
         return {
             name: sorted((point.step, point.timestamp, point.value) for point in self._of(name))
             for name in self.data.metrics

@@ -74,7 +74,7 @@ def start_rank(
     begin: str = "run_rank()",
     claims: bool = True,
 ) -> subprocess.Popen[str]:
-    """Run `do_train(watchdog)` with this body as a rank of attempt 3, which begins at step 40, or of no attempt yet."""
+    """Run a rank whose `do_train(watchdog)` has the body `train`. With `claims`, its attempt 3 begins at step 40."""
     body = textwrap.indent(textwrap.dedent(train), "    ")
     rank_program = RANK.replace("TIMEOUT_S", str(timeout_s), 1).replace("CLAIMS", str(claims))
     program = f"{rank_program}\ndef do_train(watchdog):\n{body}\n{begin}\n"

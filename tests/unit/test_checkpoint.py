@@ -224,7 +224,7 @@ def put_in_model(trainee: Trainee, value: Any) -> None:
 def test_a_state_that_a_restart_could_not_load_is_rejected(
     put: Callable[[Trainee, Any], None], key: str, value: Any, run: Run
 ) -> None:
-    """It is rejected in the first step or, if the value appears later, before the commit."""
+    """The state is rejected in the first step or, if the invalid value appears later, before the commit."""
     trainee = Trainee(run, model=Counting(40, 40))
     trainee.model(torch.randn(8, 40)).sum().backward()
     put(trainee, value)
@@ -266,7 +266,7 @@ def test_weights_that_a_forward_pass_changes_through_data_are_copied_immediately
 
 
 def test_the_next_step_waits_until_the_state_has_been_copied(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parameters do not change during the copy. Batch norm's averages do, but they are copied before."""
+    """Parameters do not change during the copy. Batch norm's averages are copied first, because they may change."""
     import sunspot.checkpoint.snapshot as module
 
     go, copy = threading.Event(), module.copy

@@ -227,7 +227,9 @@ def test_the_rayjob_of_a_same_named_run_in_another_bucket_is_kept(
     assert not files_of(run)
 
 
-def test_a_borrowed_cluster_is_not_deleted(sunspot: Command, run: Run, cluster: FakeCluster) -> None:
+def test_delete_keeps_a_cluster_that_the_run_shares_with_other_jobs(
+    sunspot: Command, run: Run, cluster: FakeCluster
+) -> None:
     fill(run)
     cluster.put_job(rayjob(JOB, clusterSelector={"ray.io/cluster": "shared"}))
     cluster.set_status(JOB, "Complete", "SUCCEEDED", rayClusterName="shared")

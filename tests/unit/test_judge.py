@@ -64,7 +64,7 @@ class Control(LocalControl):
 
 
 def start_again(control: Control, start: TrainerStart, max_failures: int, error: Any = None) -> TrainerStart | None:
-    """Return how the next trainer starts after one that ended like this in survivor mode."""
+    """Return how the next trainer starts in survivor mode after one that ended with `error`, or None."""
     reason = find_reason(error, restart=False, one_machine=False)
     outcome = GroupOutcome(reason, error, control.call(ControlChannel.group_end), control.call(ControlChannel.incident))
     return next_start(outcome, start, max_failures, survivor_mode=True)

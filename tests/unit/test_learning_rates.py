@@ -299,7 +299,7 @@ def test_the_learning_rates_of_each_parameter_group_are_described() -> None:
     ]
 
 
-def test_the_rates_of_many_groups_are_described_in_a_few_lines() -> None:
+def test_the_learning_rates_of_many_parameter_groups_are_described_in_a_few_lines() -> None:
     def build_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
         groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": 0.5 ** min(n, 30)} for n in range(40)]
         return torch.optim.SGD(groups)
@@ -309,7 +309,7 @@ def test_the_rates_of_many_groups_are_described_in_a_few_lines() -> None:
     assert lines[-1] == "learning rate: other rates in 34 more groups"
 
 
-def test_the_rates_of_a_long_run_are_described_from_a_sample_of_its_steps() -> None:
+def test_the_learning_rates_of_a_long_run_are_described_from_a_sample_of_its_steps() -> None:
     asked: list[int] = []
     module = module_of(schedule=lambda step, total: asked.append(step) or float(step == 12) + 0.1)
     [line, _] = rates_of(module, Settings(), 10**9).describe(10**9)

@@ -60,7 +60,7 @@ def test_settings_and_options_can_be_mixed_on_the_command_line(verb: str) -> Non
         ("EPOCHS", "EPOCHS=VALUE"),
     ],
 )
-def test_a_word_that_is_neither_a_setting_nor_a_file_is_rejected(word: str, example: str) -> None:
+def test_an_argument_that_is_neither_a_setting_nor_a_file_is_rejected(word: str, example: str) -> None:
     with pytest.raises(SettingsError, match=f"^{word} is not a setting; write {example}, or the path of a task"):
         given_settings(make_parser().parse_args(["train", word]))
 

@@ -46,7 +46,7 @@ IDENTITY_OF_ROWS = Rows("data", 100, 10, "order", "NumPy")
 
 @dataclass(eq=False)
 class Process:
-    """A worker process as the membership server sees it. It does what it is asked, possibly late or never."""
+    """A worker process as the membership server sees it. It follows requests, possibly late or never."""
 
     name: str
     node: str

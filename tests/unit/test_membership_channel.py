@@ -124,7 +124,7 @@ def bare(connection: DriverConnection | MemberConnection) -> Iterator[socket.soc
 
 
 def cut(connection: DriverConnection | MemberConnection) -> None:
-    """Let the kernel drop all packets that arrive on a connection, so that it acknowledges none, as if it were gone."""
+    """Make the kernel drop all packets that arrive on a connection, as if this machine were gone."""
     drop_all = create_string_buffer(struct.pack("HBBI", BPF_RET, 0, 0, 0))
     with bare(connection) as own:
         own.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HL", 1, addressof(drop_all)))

@@ -75,7 +75,7 @@ def test_weights_follow_the_last_colon_of_each_source(dataset: str, expected: li
         ("a:0.33333333333,b:0.66666666667", "have too many digits; round them to six decimals"),
     ],
 )
-def test_an_ambiguous_mixture_is_rejected_with_the_fix(dataset: str, reason: str) -> None:
+def test_the_error_for_an_ambiguous_mixture_includes_the_fix(dataset: str, reason: str) -> None:
     with pytest.raises(SettingsError) as raised:
         load_settings({"DATASET": dataset})
     assert f"SUNSPOT_DATASET={dataset}: " in str(raised.value)
@@ -181,7 +181,7 @@ def join(groups: list[list[int]], weights: tuple[int, ...]) -> MixedSource:
     st.integers(1, 60),
     st.data(),
 )
-def test_both_loaders_give_each_worker_its_rows_of_a_mixture(
+def test_the_torch_and_ray_loaders_give_each_worker_its_rows_of_a_mixture(
     groups: list[list[int]], weights: list[int], batch: int, world_size: int, round_rows: int, data: st.DataObject
 ) -> None:
     source = join(groups, tuple(weights[: len(groups)]))

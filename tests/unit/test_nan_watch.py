@@ -122,7 +122,7 @@ def test_weights_broken_by_the_newest_step_are_found_on_save(group: dist.Process
 
 
 def test_weights_that_are_infinite_from_the_beginning_are_accepted(group: dist.ProcessGroup) -> None:
-    """They can be a mask that is stored as a parameter. Frozen parameters and buffers are never checked."""
+    """Such weights can be a mask that is stored as a parameter. Frozen parameters and buffers are never checked."""
     model = nn.Linear(2, 2)
     nn.init.constant_(model.bias, -INF)
     watch = watched(group, model)

@@ -279,7 +279,7 @@ def attempt(place: str, workers: int, ago_s: float, job: str = "run-1") -> Attem
 def find(
     attempts: list[Attempt], submissions: list[SubmissionRecord], status: Status | None
 ) -> list[tuple[str, float, float]]:
-    """Return the sightings, with their age in place of their time."""
+    """Return the place, age and share of nodes of each sighting."""
     found = find_sightings(attempts, submissions, status, NOW)
     return [(each.place, NOW - each.time, each.share) for each in found]
 

@@ -58,7 +58,9 @@ def test_the_plan_explains_the_number_of_steps() -> None:
     ("workers", "micro", "limit", "rows"),
     [("2..8", "0", 16, 16), ("2..64", "0", 3, 3), ("8", "0", 16, 16), ("1", "0", 128, 128), ("8", "5", 5, 4)],
 )
-def test_passes_do_not_become_larger_with_fewer_workers(workers: str, micro: str, limit: int, rows: int) -> None:
+def test_forward_passes_do_not_become_larger_with_fewer_workers(
+    workers: str, micro: str, limit: int, rows: int
+) -> None:
     """Check that all passes have the same size with COMPILE. A limit of five rows splits a share of 16 into fours."""
     settings = load_settings({"NUM_WORKERS": workers, "MICRO_BATCH_SIZE": micro})
     plan = Plan(settings, EmptySource((1,), 2), None, Steps(1024, 128), 8)

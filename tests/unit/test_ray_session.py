@@ -166,7 +166,7 @@ def test_a_ray_tmpdir_that_is_too_long_is_reported(
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux only")
 @pytest.mark.parametrize(("number", "fix"), [(errno.EROFS, "let this user write there"), (errno.ENOSPC, "free some")])
-def test_shared_memory_that_cannot_be_written_is_not_blamed_on_load(
+def test_an_error_about_unwritable_shared_memory_does_not_blame_the_load(
     number: int, fix: str, started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "TemporaryFile", fail_with(OSError(number, os.strerror(number))))

@@ -112,7 +112,7 @@ def test_the_table_shows_the_cost_of_each_fault() -> None:
 def test_a_fault_ends_with_the_next_step_and_its_nodes_return(
     target: str, lines: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Check that the nodes return, even before that step if it cannot happen without them."""
+    """The nodes return before the next step if the group cannot take a step without them."""
     monkeypatch.setattr(scripts.recovery, "pods", lambda job, namespace: PODS)
     log = tmp_path / "log"
     names = {"kill": "kill", "add": "add", "add_head": "add head"}
@@ -205,7 +205,7 @@ def test_rank_0_of_the_stock_ray_train_loop_is_found(monkeypatch: pytest.MonkeyP
 
 
 def test_workers_of_the_stock_ray_train_loop_get_the_same_pods_as_sunspot_workers(tmp_path: Path) -> None:
-    """Check a profile that gives each worker its own node, so that a loss is one worker. The head is not affected."""
+    """The profile changes the worker pods of the stock loop, too. It does not change the head."""
     profile = tmp_path / "spread.yaml"
     profile.write_text("extends: kind\nworker: {pod: {spec: {securityContext: {runAsUser: 7}}}}\n")
     _, job = Stock(JobRequest(str(profile), {"RUN_NAME": "mine", "NUM_WORKERS": "2"})).objects
@@ -215,7 +215,6 @@ def test_workers_of_the_stock_ray_train_loop_get_the_same_pods_as_sunspot_worker
 
 
 def test_the_stock_ray_train_loop_uses_the_defaults_of_ray_and_kuberay() -> None:
-    """The stock loop must use the defaults of Ray and KubeRay."""
     text = STOCK.read_text()
     spec = yaml.safe_load(text)["spec"]
     assert set(spec) == {"submissionMode", "entrypoint", "rayClusterSpec"}

@@ -217,7 +217,7 @@ def test_only_the_submitter_has_permissions() -> None:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_network_policies_and_disruption_budget_select_the_pods(profile: str) -> None:
+def test_the_network_policies_and_the_disruption_budget_select_the_pods_of_a_run(profile: str) -> None:
     elastic = render(profile, in_pods(profile, "1..2"))
     head, workers = (
         {**group["template"]["metadata"]["labels"], "ray.io/node-type": kind}
@@ -821,7 +821,7 @@ def _paths(source: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_placement_sets_topology_spread_or_affinity(profile: str) -> None:
+def test_the_placement_of_a_profile_sets_topology_spread_or_affinity(profile: str) -> None:
     rendered = render(profile, {"RUN_NAME": "mine"})
     pod = pods_of(rendered)[1]
     selector = {
@@ -1145,7 +1145,7 @@ def test_a_job_for_an_existing_cluster_creates_no_pods() -> None:
         ("./nowhere.yaml", {}, {}, "nowhere.yaml: No such file"),
     ],
 )
-def test_invalid_settings_are_rejected_with_a_fix(
+def test_errors_about_invalid_settings_include_the_fix(
     profile: str, settings: dict[str, str], options: dict[str, Any], told: str
 ) -> None:
     assert re.search(told, refusal(profile, settings, **options))
@@ -1242,7 +1242,7 @@ def test_invalid_settings_are_rejected_with_a_fix(
         ),
     ],
 )
-def test_an_invalid_profile_is_rejected_with_a_fix(tmp_path: Path, text: str, told: str) -> None:
+def test_errors_about_an_invalid_profile_include_the_fix(tmp_path: Path, text: str, told: str) -> None:
     said = refusal(own_profile(tmp_path, text), {})
     assert re.search(told, said)
     assert "abcd" not in said, "a credential is not repeated"
@@ -1307,7 +1307,7 @@ def test_strings_stay_strings_for_every_yaml_parser(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["10Gi", "250m", "s3://a/b", "a: b", "# a", "a\nb\n", " a", "é", "it's", '{"a": 1}'])
-def test_written_strings_are_read_back_unchanged(text: str) -> None:
+def test_strings_in_a_manifest_are_read_back_unchanged(text: str) -> None:
     assert yaml.safe_load(to_yaml({"value": text})) == {"value": text}
 
 

@@ -569,7 +569,7 @@ def test_the_security_policy_blocks_scripts_and_remote_images(browser: Browser, 
 
 
 def test_a_task_metric_named_few_does_not_affect_the_charts() -> None:
-    """A metric with this name does not hide means over enough rows."""
+    """The history's own mark for means over few rows is also called `few`, and is independent of the metric."""
     history = History()
     for step in (1, 2):
         history.add(

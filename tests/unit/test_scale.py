@@ -81,7 +81,7 @@ def ray(cluster: FakeCluster, run: Run, set_constants: SetConstants) -> ElasticC
 
 
 def test_scale_releases_the_pods_of_workers_that_have_left(run: Run, sunspot: Command, ray: ElasticCluster) -> None:
-    """Ray's autoscaler may then not replace them, although Ray Train still reserves resources for these workers."""
+    """Ray's autoscaler must not replace the pods, although Ray Train still reserves resources for their workers."""
     train(run)
     ray.on_request = lambda: ray.patches or train(run, hosts=("worker-c", "worker-a"))
     assert sunspot("scale", "run", "1..2", "--json") == 0, sunspot.err
@@ -189,7 +189,7 @@ def test_an_unknown_run_is_not_found(sunspot: Command) -> None:
 def test_status_compares_the_workers_with_the_request(
     run: Run, sunspot: Command, ray: ElasticCluster, cluster: FakeCluster
 ) -> None:
-    """A run that trains with as many workers as asked does not lack any."""
+    """No worker is reported as missing if as many workers train as the request allows."""
     job = cluster.jobs[JOB]
     job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]["env"][0]["value"] = "1..4"
     train(run, hosts=("worker-a", "worker-b"))

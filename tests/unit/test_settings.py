@@ -68,7 +68,7 @@ CONTRACT = {
 }
 
 
-def test_defaults_match_the_contract() -> None:
+def test_the_defaults_of_the_settings_have_not_changed() -> None:
     environment = load_settings().environment()
     assert {name: environment[PREFIX + name] for name in CONTRACT} == CONTRACT
 

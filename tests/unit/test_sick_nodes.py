@@ -37,7 +37,7 @@ THREE = worker_group(7, "a", "b", "c")
 
 
 def window(number: int, *forward_s: float, attempt: int = 7, step_s: float = 0.0) -> StepTimes:
-    """Return a window whose steps take as long as the slowest rank needs for three times its forward passes."""
+    """Return a window of steps. By default, they take three times as long as the slowest rank's forward passes."""
     return StepTimes(attempt, number * EVERY_S, EVERY_S, step_s or 3 * max(forward_s), forward_s)
 
 
@@ -46,7 +46,7 @@ def windows(count: int, *forward_s: float, **more: Any) -> list[StepTimes]:
 
 
 def find(windows: Sequence[StepTimes], group: WorkerGroup = THREE, least: int = 1) -> str | None:
-    """Return the node that a group leaves, if each node has one worker."""
+    """Return the sick node that a group should leave, or None. Each node has one worker by default."""
     sick = find_sick_node(windows, group, lambda node: group.world_size - 1, least)
     return sick.node if sick else None
 
@@ -81,7 +81,7 @@ CASES: dict[str, list[StepTimes]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_no_node_counts_as_sick_in_these_cases(name: str) -> None:
+def test_no_node_counts_as_sick_without_sufficient_evidence(name: str) -> None:
     assert find(CASES[name]) is None
 
 
@@ -107,7 +107,7 @@ def test_a_node_is_as_slow_as_its_slowest_worker() -> None:
     ],
 )
 def test_a_worker_with_more_rows_is_not_a_straggler(rows: list[int], seconds: list[float]) -> None:
-    """The seconds of the third case include the same half second for any number of rows."""
+    """Half a second of each forward pass does not depend on the number of rows in the third case."""
     ranks = {"rows": [10 * each for each in rows], "forward_s": [10 * each for each in seconds], "steps_s": [30.0] * 3}
     records = [{"time": EVERY_S * number, "seconds": EVERY_S, "steps": 10} for number in range(30)]
     assert find([step_times(7, record, ranks) for record in records]) is None
@@ -148,7 +148,7 @@ def test_no_node_counts_as_sick_if_all_workers_become_slow(noise: list[float], s
 def test_a_run_keeps_its_minimum_number_of_workers_and_rarely_leaves_a_node(
     slowness: list[float], least: int, again: bool
 ) -> None:
-    """Each change of the group begins a new attempt. A node that was left may come back, just as slow."""
+    """Each change of the group begins a new attempt. A node that the run has left can come back as slow as before."""
     nodes = {str(number): FAST * factor for number, factor in enumerate(slowness)}
     sick_nodes = SickNodes()
     left_at: list[float] = []

@@ -495,7 +495,7 @@ def test_pod_problems_are_reported_while_a_run_trains() -> None:
 
 
 def test_a_status_written_before_the_job_existed_is_ignored() -> None:
-    """A deleted RayJob of the same name wrote it."""
+    """A deleted RayJob with the same name wrote the status."""
     old = status(RunState.SUCCEEDED, owner="run-1", age=NOW - CREATED + 2 * CLOCK_SKEW_S)
     assert judge(job(), status=old, now=NOW)[0] is RunState.STARTING
     assert judge(job(), status=status(RunState.SUCCEEDED, owner="run-1"), now=NOW)[0] is RunState.SUCCEEDED

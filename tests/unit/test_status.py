@@ -433,7 +433,7 @@ def test_clock_skew_on_the_reader_does_not_make_a_live_run_silent(
 
 
 def test_a_stale_nfs_cache_does_not_make_a_run_silent(run: Run, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client returns the names and times that it saw first until this machine changes the directory."""
+    """The NFS client returns outdated names and times until this machine changes the directory."""
     write_status(run, OLD)
     usual = LocalStorage.list
     seen = LocalStorage.list(run.storage, "run")

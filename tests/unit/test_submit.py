@@ -329,7 +329,7 @@ def test_submit_reports_all_problems_at_once(cluster: FakeCluster, sunspot: Comm
     assert writes(cluster) == []
 
 
-def test_an_object_that_the_user_cannot_read_causes_a_warning(cluster: FakeCluster, sunspot: Command) -> None:
+def test_submit_warns_about_an_object_that_the_user_cannot_read(cluster: FakeCluster, sunspot: Command) -> None:
     cluster.forbidden |= {f"{CORE}/secrets/sunspot-storage", CORE}
     assert sunspot.submit("--image", "sunspot") == 0
     assert "this user cannot see whether Secret sunspot-storage exists; pods cannot start without it" in sunspot.err

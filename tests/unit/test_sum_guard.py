@@ -179,7 +179,7 @@ def warmed_up(group: dist.ProcessGroup, **task_args: str) -> Learner:
 
 @pytest.mark.parametrize("way", ["weights", "weights by .data"])
 def test_a_step_that_changes_weights_early_is_never_cancelled(way: str, group: dist.ProcessGroup) -> None:
-    """Its change would remain. So the step waits for its sums, and if they are aborted, no state remains."""
+    """Cancelling would not undo the early change. If the step's gradient sums are aborted, no state remains."""
     calm = build_learner(group, way=way)
     states = {step: state_of(calm) for step, _ in enumerate(take_steps(join(calm, SumGuard(), 0), STEPS), 1)}
     ends = GroupOnDevice(warmed_up(group, way=way), math.inf).train(STEPS)
