@@ -457,7 +457,7 @@ def test_repeated_layers_are_gathered_as_blocks() -> None:
 # ------------------------------------------------------------------------------------------------------------- text
 
 
-def test_text_is_split_into_consecutive_rows() -> None:
+def test_a_text_is_split_into_consecutive_rows() -> None:
     train, test = open_text("sample", 100)
     assert test
     text = read_text(REFERENCE)

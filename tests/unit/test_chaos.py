@@ -192,7 +192,7 @@ def test_chaos_prints_each_fault_with_its_receipt_and_then_the_audit(
     }
 
 
-def test_the_text_output_contains_the_fault_its_receipt_and_the_audit(
+def test_the_text_output_contains_each_fault_with_its_receipt_and_the_audit(
     cluster: FakeCluster, sunspot: Command, training: Training
 ) -> None:
     assert sunspot("chaos", "run", "--kind", "kill", "--seed", "1", "--yes") == 0

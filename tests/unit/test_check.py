@@ -259,7 +259,7 @@ def test_a_missing_dataset_is_reported(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("what", "passes"), [("", True), (', reduction="none"', False)])
-def test_the_command_prints_one_json_document(
+def test_the_check_command_prints_a_single_json_document(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], what: str, passes: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)

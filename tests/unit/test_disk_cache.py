@@ -299,7 +299,7 @@ def test_a_damaged_entry_is_read_again(tmp_path: Path, damaged: bytes, warned: l
     assert f"{tmp_path}: an entry is damaged" in warned[0]
 
 
-def test_a_full_disk_stops_additions_with_one_warning(tmp_path: Path, warned: list[str]) -> None:
+def test_a_full_disk_stops_additions_to_the_cache_with_one_warning(tmp_path: Path, warned: list[str]) -> None:
     bucket = Bucket()
     cache = DiskCache(str(tmp_path), limit=1 << 20)
     bucket.read(cache, "a")

@@ -422,7 +422,7 @@ def as_stored(record: dict[str, Any]) -> dict[str, Any]:
     return {**record, "ranks": to_columns(record["ranks"])}
 
 
-def test_throughput_is_measured_in_recent_windows_but_not_in_the_first_one() -> None:
+def test_throughput_is_measured_in_recent_windows_but_not_in_the_first_window() -> None:
     slow = as_stored({"attempt": 1, **window(10, data_wait_s=[9.0, 9.0])})
     later = [as_stored({"attempt": 1, **window(step)}) for step in (20, 30)]
     assert measure_throughput([slow]).windows == []

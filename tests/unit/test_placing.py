@@ -110,7 +110,7 @@ def test_render_requires_a_place_if_the_profile_has_several_places(profile: str)
         render(JobRequest(profile))
 
 
-def test_an_unknown_place_is_refused(profile: str) -> None:
+def test_an_unknown_place_is_rejected(profile: str) -> None:
     with pytest.raises(SettingsError, match="has no place 'north'; choose one of east, west"):
         render(JobRequest(profile, place="north"))
     with pytest.raises(SettingsError, match="profile kind has no place 'north'; add it to the key places"):
@@ -178,7 +178,9 @@ def test_a_run_with_a_checkpoint_avoids_a_place_with_expensive_traffic(
     assert jobs(clusters) == {"east": 0, "west": 1}
 
 
-def test_the_user_can_choose_the_place(clusters: dict[str, FakeCluster], sunspot: Command, profile: str) -> None:
+def test_the_user_can_choose_the_place_of_a_run(
+    clusters: dict[str, FakeCluster], sunspot: Command, profile: str
+) -> None:
     assert submit(sunspot, profile, "--place", "west") == 0, sunspot.err
 
     assert jobs(clusters) == {"east": 0, "west": 1}
@@ -210,9 +212,7 @@ def test_a_run_that_has_just_been_submitted_stays_in_its_place(
     assert "place: west, the run is already there" in sunspot.err
 
 
-def test_a_run_that_is_alive_stays_in_its_place(
-    clusters: dict[str, FakeCluster], sunspot: Command, profile: str
-) -> None:
+def test_a_live_run_stays_in_its_place(clusters: dict[str, FakeCluster], sunspot: Command, profile: str) -> None:
     assert submit(sunspot, profile, "--place", "west") == 0, sunspot.err
     [job] = clusters["west"].jobs.values()
     owner = Owner.parse(settings_of(job)["SUNSPOT_JOB_ID"])._replace(namespace="sunspot")

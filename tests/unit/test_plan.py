@@ -35,7 +35,7 @@ def test_resources_that_leave_no_core_for_reading_are_rejected() -> None:
 
 
 @pytest.mark.parametrize(("use_gpu", "gpus", "used"), [("auto", 2, True), ("auto", 1, False), ("false", 8, False)])
-def test_gpus_are_used_if_each_worker_gets_one(use_gpu: str, gpus: int, used: bool) -> None:
+def test_gpus_are_used_if_each_worker_gets_a_gpu(use_gpu: str, gpus: int, used: bool) -> None:
     resources = choose_resources(load_settings({"USE_GPU": use_gpu}), {"CPU": 8, "GPU": gpus}, nodes=1)
     assert resources.use_gpu is used
     assert ("GPU" in resources.per_worker) is used

@@ -98,7 +98,7 @@ def test_socket_paths_fit_even_if_tmpdir_is_long(
     assert len(os.fsencode(f"{call['_temp_dir']}/{SOCKET}")) <= MAX_SOCKET_PATH_BYTES
 
 
-def test_a_folder_of_another_user_is_rejected(started: list[dict[str, Any]], temporary: Path) -> None:
+def test_a_session_folder_of_another_user_is_rejected(started: list[dict[str, Any]], temporary: Path) -> None:
     (temporary / f"sunspot-{os.getuid()}").symlink_to(temporary)
     with pytest.raises(SettingsError, match=f"sunspot-{os.getuid()} belongs to another user or is a link"):
         begin()

@@ -843,7 +843,7 @@ def test_the_placement_of_a_profile_sets_topology_spread_or_affinity(profile: st
     assert any(value.name == "placement" and ": " in value.source for value in rendered.derived)
 
 
-def test_zone_placement_requires_all_pods_in_one_zone(tmp_path: Path) -> None:
+def test_zone_placement_requires_all_pods_to_be_in_one_zone(tmp_path: Path) -> None:
     rendered = render(own_profile(tmp_path, "extends: gke-spot\nworker: {placement: zone}"), {"RUN_NAME": "mine"})
     [head, pod] = pods_of(rendered)
     assert list(pod["affinity"]["podAffinity"]) == ["requiredDuringSchedulingIgnoredDuringExecution"]
@@ -1445,7 +1445,7 @@ def test_render_writes_a_directory_for_gitops(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     "words", [["--set", "EPOCHS"], ["--set", "=3"], ["--run", ""], ["--storage", ""], ["--storage", "./runs"]]
 )
-def test_a_usage_error_prints_one_message(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+def test_render_prints_a_single_message_for_a_usage_error(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     code, out, err = sunspot(capsys, *words)
     assert (code, out) == (2, "")
     assert err.startswith("error: ")

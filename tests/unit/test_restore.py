@@ -228,7 +228,7 @@ def test_a_checkpoint_is_preferred_to_an_in_memory_copy_that_was_not_evaluated(r
     assert begin_start(run, copy(1, 5, evaluated=True)).copy
 
 
-def test_the_checkpoint_a_run_starts_from_is_not_deleted_while_it_is_verified(
+def test_the_starting_checkpoint_of_a_run_is_not_deleted_while_it_is_verified(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The previous owner commits and deletes expired checkpoints while its successor reads the newest one."""

@@ -239,7 +239,7 @@ def test_an_invalid_search_space_is_not_rendered() -> None:
         render("kind", {"SUNSPOT_LEARNING_RATE": "uniform(1)"})
 
 
-def test_search_dimensions_are_found_without_other_settings() -> None:
+def test_search_dimensions_are_found_in_an_incomplete_set_of_settings() -> None:
     assert [d.name for d in find_dimensions(SPACE)] == ["TASK_ARGS.width", "LEARNING_RATE"]
 
 

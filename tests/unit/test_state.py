@@ -171,7 +171,7 @@ def state_of(stored: str, deployment: str, ray: str) -> RunState:
 
 
 @pytest.mark.parametrize("stored", STORED)
-def test_the_first_matching_rule_determines_the_state(stored: str) -> None:
+def test_the_first_matching_rule_determines_the_state_of_a_run(stored: str) -> None:
     for deployment, ray in itertools.product(DEPLOYMENT_STATUSES, JOB_STATUSES):
         rule, expected = next((rule, state) for rule, holds, state in RULES if holds(stored, deployment, ray))
         assert state_of(stored, deployment, ray) is expected, (rule, deployment, ray)
@@ -309,7 +309,7 @@ def test_an_exceeded_deadline_is_a_failure_even_if_the_ray_job_runs() -> None:
     )
 
 
-def test_the_message_of_the_program_takes_precedence_over_that_of_the_operator() -> None:
+def test_the_message_of_the_program_takes_precedence_over_the_message_of_the_operator() -> None:
     failed = job("Failed", "FAILED", reason="AppFailed", message="Job entrypoint command failed with exit code 1")
     own = status(RunState.FAILED, reason="row 7 of train.parquet has no label")
     assert judge(failed, status=own, now=NOW)[1] == "row 7 of train.parquet has no label"

@@ -281,7 +281,7 @@ def test_the_status_of_the_driver_wins_if_both_writes_have_the_same_time() -> No
     assert [newest_status(order) for order in (listed, listed[::-1])] == [listed[1], listed[1]]
 
 
-def test_newest_status_can_be_limited_to_one_driver_or_exclude_it() -> None:
+def test_the_search_for_the_newest_status_can_include_or_exclude_a_single_driver() -> None:
     """A driver's end only hides the driver's own objects."""
     listed = [entry_of(f"0001-{A}-ended", 1.0), entry_of(f"0002-{B}", 2.0), entry_of(f"0001-{A}-workers", 3.0)]
     assert newest_status(listed, driver=A) == newest_status(listed, other_than=B) == listed[0]

@@ -125,7 +125,7 @@ def test_a_dry_run_changes_nothing(cluster: FakeCluster, sunspot: Command) -> No
     assert sunspot.run.storage.list("") == []
 
 
-def test_a_search_is_submitted_through_its_environment_and_listed(
+def test_a_search_is_submitted_with_its_settings_in_the_environment_and_is_listed(
     cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SUNSPOT_LEARNING_RATE", "loguniform(1e-4,1e-2)")
@@ -691,7 +691,7 @@ ELSEWHERE = {
 
 
 @pytest.mark.parametrize("place", ELSEWHERE)
-def test_a_run_that_is_live_elsewhere_is_taken_over_only_with_take_over(
+def test_a_run_that_is_live_elsewhere_is_taken_over_only_with_the_take_over_option(
     cluster: FakeCluster, sunspot: Command, place: str
 ) -> None:
     cluster.documents[f"{CORE}/configmaps/kube-root-ca.crt"] = {"data": {"ca.crt": "A"}}
@@ -711,7 +711,7 @@ def test_a_run_that_is_live_elsewhere_is_taken_over_only_with_take_over(
     assert sunspot.json["action"] == "attached"
 
 
-def test_a_run_with_a_silent_owner_is_taken_over_without_take_over(
+def test_a_run_with_a_silent_owner_is_taken_over_without_the_take_over_option(
     cluster: FakeCluster, sunspot: Command, set_constants: SetConstants
 ) -> None:
     write_status(sunspot.run, Status(RunState.RUNNING, "run-0#1a2b3c4d@teamb/ffffffffff"))

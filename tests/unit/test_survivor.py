@@ -45,7 +45,7 @@ def on_device(device: str, address: MembershipAddress, limit_s: float) -> Surviv
         return Survivor(address, limit_s)
 
 
-def test_a_process_keeps_its_own_state_until_it_loads_a_newer_one() -> None:
+def test_a_process_keeps_its_own_state_until_it_loads_a_newer_state() -> None:
     """Until then, the group can return to the older state. While the process loads, it has no usable state."""
     survivor = on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0)
     survivor.kept = BEHIND, StateMetadata({}, 0.0, ())
@@ -57,7 +57,7 @@ def test_a_process_keeps_its_own_state_until_it_loads_a_newer_one() -> None:
     assert survivor.kept[0].checkpoint == checkpoint_name(5, 3)
 
 
-def test_no_worker_gives_up_its_shard_before_all_have_received_a_newer_one(tmp_path: Path) -> None:
+def test_no_worker_gives_up_its_shard_before_all_workers_have_received_a_newer_shard(tmp_path: Path) -> None:
     """Rank 1 is lost before it sends the second shard, so rank 2 must not load the first shard."""
 
     def act(group: Any) -> None:

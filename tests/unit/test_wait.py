@@ -249,7 +249,7 @@ def test_expired_credentials_are_retried_for_a_while(
     assert ("error: " in sunspot.err) == (code == 4)
 
 
-def test_objects_that_the_user_cannot_list_are_reported_and_the_others_are_shown(
+def test_objects_that_the_user_cannot_list_are_reported_and_other_objects_are_shown(
     cluster: FakeCluster, run: Run, sunspot: Command, job: str, when: Callable[..., None]
 ) -> None:
     cluster.pods = [pod("run-1-x-head", "run-1-x", head=True)]
