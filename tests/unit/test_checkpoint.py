@@ -658,7 +658,7 @@ def test_saving_shards_does_not_wait_for_the_previous_commit(slow: int, run: Run
 
 
 @pytest.mark.parametrize("refused", [0, 1])
-def test_steps_do_not_wait_for_shards_that_storage_rejects(refused: int, run: Run, two_ranks: Any) -> None:
+def test_training_steps_do_not_wait_for_shards_that_storage_rejects(refused: int, run: Run, two_ranks: Any) -> None:
     def act(rank: Rank, number: int) -> None:
         rank.storage.steps = (1, 2) if number == refused else ()
         rank.storage.refuses = True

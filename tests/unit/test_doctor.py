@@ -877,7 +877,7 @@ def test_doctor_reports_a_checkpoint_that_is_too_old(
     assert "checkpoint too old" not in found, "that is why"
 
 
-def test_doctor_reports_a_save_that_exceeds_the_notice(run: Run, sunspot: Command) -> None:
+def test_doctor_reports_a_save_that_takes_longer_than_the_notice(run: Run, sunspot: Command) -> None:
     trains(run, warning="a checkpoint takes 40 s to commit", save_s=40.0, notice_s=27.0)
     notice = findings(sunspot)["save exceeds notice"]
     assert (notice["save_s"], notice["notice_s"]) == (40.0, 27.0)

@@ -186,7 +186,7 @@ def test_a_modified_attempt_is_rejected(run: Run) -> None:
         read_attempts(run)
 
 
-def test_lone_surrogates_are_replaced(run: Run) -> None:
+def test_lone_surrogates_in_a_stored_object_are_replaced(run: Run) -> None:
     """Python produces lone surrogates from file names that are not UTF-8."""
     write_status(begin(run), Status(RunState.FAILED, "job", reason="a\udcffb \N{WRENCH}"))
     status = read_status(run)

@@ -701,7 +701,7 @@ def test_copies_can_only_be_read_by_their_user(shared_memory: Path) -> None:
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_heartbeats_outlive_the_process() -> None:
+def test_heartbeats_in_shared_memory_outlive_their_process() -> None:
     trainee = Trainee()
     trainee.memory.heartbeat(1, 41)
     trainee.memory.heartbeat(1, 42)
