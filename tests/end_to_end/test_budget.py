@@ -15,7 +15,7 @@ from tests.harness.training import assert_audit_clean, newest, the_run
 STEPS = 600
 
 
-def test_a_run_with_a_spent_budget_saves_and_continues_with_a_larger_one(
+def test_a_run_that_has_spent_its_budget_saves_and_continues_with_a_larger_budget(
     program: Program, make_data: Callable[..., str], set_constants: SetConstants
 ) -> None:
     set_constants("sunspot.train.budget", CHECK_EVERY_S=0.2)

@@ -61,7 +61,7 @@ def test_a_finished_run_does_not_train_again_and_rejects_changed_settings(
 
 
 @pytest.mark.slow
-def test_raising_epochs_continues_a_finished_run_from_an_intact_checkpoint(
+def test_a_finished_run_with_more_epochs_continues_from_an_intact_checkpoint(
     program: Program, copied_run: FinishedRun, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run, damaged = copied_run.run, copied_run.newest
@@ -86,7 +86,7 @@ def test_a_new_run_can_start_from_the_weights_of_a_finished_run(program: Program
 
 
 @pytest.mark.slow
-def test_a_skipped_evaluation_runs_at_the_next_start(program: Program, copied_run: FinishedRun) -> None:
+def test_a_skipped_evaluation_runs_when_the_run_starts_again(program: Program, copied_run: FinishedRun) -> None:
     run, before = copied_run.run, copied_run.newest
     metrics = {name: value for name, value in before.metrics.items() if not name.startswith("test_")}
     write_manifest(run, replace(before, metrics=metrics, evaluated=False))

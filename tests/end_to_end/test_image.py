@@ -44,7 +44,7 @@ def derived(tmp_path: Path) -> Iterator[str]:
     docker("rmi", name)
 
 
-def test_the_image_can_train_with_a_read_only_file_system(derived: str) -> None:
+def test_a_container_of_the_image_can_train_with_a_read_only_file_system(derived: str) -> None:
     limits = ["--read-only", "--tmpfs", "/tmp", "--tmpfs", "/runs:uid=1000", "--cap-drop", "ALL", "--network", "none"]
     settings = ["-e", "SUNSPOT_MAX_STEPS=3"]
     output = docker("run", "--rm", "--shm-size", "512m", *limits, *settings, derived)
@@ -53,7 +53,7 @@ def test_the_image_can_train_with_a_read_only_file_system(derived: str) -> None:
 
 
 @pytest.mark.slow
-def test_an_unmodified_image_can_train() -> None:
+def test_a_container_of_the_unmodified_image_can_train() -> None:
     output = docker("run", "--rm", "-e", "SUNSPOT_MAX_STEPS=2", IMAGE)
     assert "12000 training rows" in output
     assert "weights: /runs/mnist/" in output

@@ -17,7 +17,7 @@ from tests.harness.training import assert_audit_clean, newest, the_run, wait_for
 
 
 @pytest.mark.slow
-def test_a_run_that_moves_repeats_no_step(
+def test_a_run_that_moves_to_another_cluster_repeats_no_step(
     program: Program, make_data: Callable[..., str], set_constants: SetConstants
 ) -> None:
     set_constants("sunspot.run.outcome", DRIVER_CHECK_EVERY_S=0.2)

@@ -18,7 +18,7 @@ from tests.harness.training import assert_audit_clean, consumed, kill_all, newes
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("write", "loader"), [(write_shards, "ray"), (write_iceberg, "torch")])
-def test_a_killed_run_resumes_with_the_same_rows_and_steps_as_with_parquet(
+def test_a_killed_run_on_tar_shards_or_iceberg_takes_the_same_steps_as_on_parquet(
     write: Callable[[Path, pa.Table, int], str], loader: str, program: Program, tmp_path: Path
 ) -> None:
     rows = image_rows(1500)

@@ -68,7 +68,7 @@ ELASTIC = {
 }
 
 
-def test_no_steps_are_repeated_after_a_notice_and_few_after_a_lost_node(
+def test_a_preemption_notice_costs_no_steps_and_a_lost_node_costs_only_a_few(
     program: Program, make_data: MakeData, ray_address: str
 ) -> None:
     run = the_run(program)
@@ -145,7 +145,7 @@ def test_a_run_grows_onto_a_new_node_without_repeating_a_step(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["", "job"], ids=["another process", "the same job started again"])
-def test_a_frozen_run_is_silent_and_writes_nothing_after_it_wakes_up(
+def test_a_frozen_run_counts_as_silent_and_writes_nothing_after_it_wakes_up(
     job: str, program: Program, make_data: MakeData
 ) -> None:
     """All processes are frozen while others take over and finish, and then continue."""
@@ -299,7 +299,7 @@ def test_a_run_starts_even_if_a_listed_node_is_gone(
         assert f"1 node did not answer when asked about the storage: {node.node_id[:12]} (" in capsys.readouterr().out
 
 
-def test_a_notice_before_the_first_step_is_not_lost(ray_address: str) -> None:
+def test_a_preemption_notice_before_the_first_step_is_not_lost(ray_address: str) -> None:
     with open_control() as control:
         control.call(ControlChannel.add_incident_facts, Incident(Cause.NODE_LOST, noticed=1.0))
         assert control.call(ControlChannel.begin_group, worker_group(2)).cause is Cause.NODE_LOST

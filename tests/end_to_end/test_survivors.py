@@ -65,7 +65,7 @@ def test_the_other_workers_keep_training_and_a_killed_worker_is_replaced(
 
 
 @pytest.mark.slow
-def test_a_worker_is_given_back_and_returns_on_request_without_a_restart(
+def test_a_run_releases_a_worker_and_takes_it_back_on_request_without_a_restart(
     program: Program, make_data: MakeData, ray_address: str
 ) -> None:
     run = the_run(program)
@@ -141,7 +141,7 @@ def test_a_suspended_worker_that_is_alone_in_its_group_is_not_restarted(
 def test_two_replacements_form_a_group_even_if_one_starts_later(
     program: Program, make_data: MakeData, tmp_path: Path, ray_address: str
 ) -> None:
-    """All workers that trained are gone by then. Only the first replacement has prepared itself."""
+    """The workers that trained are gone before the second replacement starts. Only the first one is prepared."""
     run, preparing = the_run(program), {"TASK": "tests.tasks.preparing"}
     preparing |= {"TASK_ARGS": json.dumps({"folder": str(tmp_path)}), "DATASET": make_data(20_000, row_group=1000)}
     training = program.begin(**{**SURVIVING, **preparing}, NUM_WORKERS=2)
@@ -227,7 +227,7 @@ def test_a_replica_leaves_and_returns_without_a_repeated_step(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("survivors", ["auto", "off"])
-def test_an_elastic_run_has_whole_replicas_at_all_times(
+def test_an_elastic_run_never_has_an_incomplete_replica(
     survivors: str, program: Program, make_data: MakeData, ray_address: str
 ) -> None:
     run = the_run(program)

@@ -58,7 +58,9 @@ def test_a_killed_run_resumes_at_a_different_world_size(
 
 
 @pytest.mark.slow
-def test_a_resumed_run_ends_with_bitwise_equal_weights(program: Program, make_data: MakeData) -> None:
+def test_a_resumed_run_ends_with_exactly_the_weights_of_an_uninterrupted_run(
+    program: Program, make_data: MakeData
+) -> None:
     settings = {
         "DATASET": make_data(1000, test_rows=100),
         "GLOBAL_BATCH_SIZE": 32,
@@ -143,7 +145,7 @@ def test_a_killed_run_in_s3_resumes_with_fewer_workers_from_an_intact_checkpoint
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["gs", "az"])
-def test_a_killed_run_resumes_in_any_cloud(
+def test_a_killed_run_resumes_from_google_and_azure_storage(
     scheme: str, program: Program, make_data: MakeData, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     url = f"{scheme}://{request.getfixturevalue(BUCKETS[scheme])}"

@@ -105,7 +105,7 @@ class _MemoryWriter(Writer):
 
 
 class Effect(enum.Enum):
-    """The effect of an operation. With LATER, it comes when the test decides, or never. With AGAIN, it comes twice."""
+    """The effect of an operation on the storage. LATER leaves the time to the test, and AGAIN carries it out twice."""
 
     NOW = enum.auto()
     AGAIN = enum.auto()
@@ -122,7 +122,7 @@ class Answer(enum.Enum):
 
 
 class Fate(NamedTuple):
-    """The fate of an operation."""
+    """The effect of an operation, and what its caller gets."""
 
     effect: Effect = Effect.NOW
     answer: Answer = Answer.RESULT

@@ -53,9 +53,9 @@ class Node(subprocess.Popen[bytes]):
 
 @contextmanager
 def start_node(ray_address: str, notice_s: float = 15, **resources: float) -> Iterator[Node]:
-    """Run a node that has joined the cluster, at most until the context ends.
+    """Add a node to the cluster, and yield it. The node ends with the context at the latest.
 
-    `resources` are Ray's: CPU (by default 1) and any others. `notice_s` is the time between a notice and the end.
+    `resources` are Ray resources, with one CPU by default. `notice_s` is the time from a notice to the node's end.
     """
     output = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the node
     node, name = begin_node(ray_address, notice_s, resources, output)

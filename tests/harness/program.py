@@ -61,7 +61,7 @@ class Training(Future[int]):
     """The training program in a thread of this process."""
 
     def poll(self) -> int | None:
-        """Return None while it trains, like a process's `poll`. Raises the program's error."""
+        """Return None while the program trains, like a process's `poll`. Raises the program's error."""
         return self.result() if self.done() else None
 
 

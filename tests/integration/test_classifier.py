@@ -70,7 +70,7 @@ def test_the_accuracy_of_a_classifier_equals_the_test_accuracy_of_its_run(
     assert all((ours == theirs).all() for ours, theirs in zip(from_python, (predictions, probabilities), strict=True))
 
 
-def test_forward_passes_are_no_larger_than_in_the_run() -> None:
+def test_forward_passes_of_a_classifier_have_no_more_rows_than_in_its_run() -> None:
     passes: list[int] = []
 
     def predict(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -87,7 +87,9 @@ def test_forward_passes_are_no_larger_than_in_the_run() -> None:
     assert max(passes) == 8, "each rank takes 32 rows in four passes"
 
 
-def test_forward_passes_use_the_precision_of_the_run(classifier: Classifier, finished_run: FinishedRun) -> None:
+def test_forward_passes_of_a_classifier_use_the_precision_of_its_run(
+    classifier: Classifier, finished_run: FinishedRun
+) -> None:
     images = torch.from_numpy(finished_run.rows()["image"][:7])
     with torch.inference_mode():
         with torch.autocast("cpu", torch.bfloat16):
@@ -164,7 +166,9 @@ def test_files_without_suitable_images_are_rejected(classifier: Classifier, tmp_
 # ---------------------------------------------------------------------------------------------------------- checkpoints
 
 
-def test_a_checkpoint_can_be_chosen_by_keyword_name_or_directory(copied_run: FinishedRun, tmp_path: Path) -> None:
+def test_a_checkpoint_can_be_chosen_by_its_name_or_directory_or_as_the_newest_or_best(
+    copied_run: FinishedRun, tmp_path: Path
+) -> None:
     newest = copied_run.newest
     names = {path.name for path in copied_run.directory(newest).parent.iterdir()}
     older = min(names - {newest.name})
@@ -221,7 +225,7 @@ def test_unreadable_manifests_and_missing_models_are_reported_as_damage(copied_r
             Classifier(str(directory))
 
 
-def test_the_error_for_a_task_without_predict_includes_its_name(copied_run: FinishedRun) -> None:
+def test_the_error_for_a_task_without_predict_includes_the_name_of_the_task(copied_run: FinishedRun) -> None:
     newest = copied_run.newest
     extra = load_state(copied_run.run, newest, "extra_state.pt")
     extra["settings"]["SUNSPOT_TASK"] = "tests.tasks.batch_norm"
@@ -230,7 +234,7 @@ def test_the_error_for_a_task_without_predict_includes_its_name(copied_run: Fini
         Classifier("run", newest.name, copied_run.storage, task="tests.tasks.batch_norm")
 
 
-def test_a_required_but_missing_gpu_is_reported_at_once(finished_run: FinishedRun) -> None:
+def test_a_required_but_missing_gpu_is_reported_immediately(finished_run: FinishedRun) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has one")
     with pytest.raises(SettingsError, match="USE_GPU=true"):

@@ -139,7 +139,7 @@ def test_each_replica_writes_a_share_of_a_shard(groups: Path) -> None:
     assert not by_rank[1] & by_rank[3]
 
 
-def test_the_last_checkpoint_also_contains_the_whole_model(groups: Path) -> None:
+def test_the_last_checkpoint_of_a_sharded_run_also_has_the_model_in_one_file(groups: Path) -> None:
     run, final = of(groups, "fsdp")
     _, early = of(groups, "fsdp", 2)
     assert "model.pt" in final.files
@@ -411,7 +411,7 @@ def test_a_checkpoint_with_a_missing_shard_is_not_committed(
     assert str(passed_over) == "step-00000002-attempt-0001: incomplete, it has no manifest"
 
 
-def test_writing_a_shard_can_take_longer_than_writing_rank_0s_shard(
+def test_other_ranks_can_take_longer_than_rank_0_to_write_their_shards(
     run: Run, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
 ) -> None:
     halves, write_part = Halves(run, monkeypatch, set_constants, wait_s=0.1), ShardWriter.write_part
@@ -457,7 +457,7 @@ def test_repeated_layers_are_gathered_as_blocks() -> None:
 # ------------------------------------------------------------------------------------------------------------- text
 
 
-def test_text_is_split_into_consecutive_rows() -> None:
+def test_a_text_is_split_into_consecutive_rows() -> None:
     train, test = open_text("sample", 100)
     assert test
     text = read_text(REFERENCE)
@@ -503,7 +503,7 @@ def test_the_loss_of_a_text_is_the_mean_over_its_bytes() -> None:
     ("arguments", "named"),
     [({"depth": 3}, "depth=3"), ({"width": 30, "heads": 4}, "heads=4"), ({"tied": 1}, "tied=1"), ({"layers": 0}, "=0")],
 )
-def test_model_sizes_that_do_not_fit_are_rejected(arguments: dict[str, Any], named: str) -> None:
+def test_model_sizes_that_do_not_fit_together_are_rejected(arguments: dict[str, Any], named: str) -> None:
     with pytest.raises(SettingsError, match=named):
         gpt.read_sizes(Settings(task_args=arguments))
 

@@ -264,7 +264,7 @@ def test_self_log_rejects_a_reserved_name(log_value: Callable[..., Any]) -> None
     log_value("train_loss", 1.0)
 
 
-def test_the_x_axis_of_lightning_is_ignored_with_a_warning(
+def test_an_x_axis_that_a_lightning_module_logs_is_ignored_with_a_warning(
     log_value: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Check `step` and `epoch`, which modules log to set the x axis of Lightning's own loggers."""
@@ -280,7 +280,7 @@ def test_the_x_axis_of_lightning_is_ignored_with_a_warning(
     ]
 
 
-def test_lightning_names_that_collide_cause_a_warning(
+def test_two_logged_values_that_get_the_same_metric_name_cause_a_warning(
     log_value: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(2):

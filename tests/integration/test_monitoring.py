@@ -200,7 +200,7 @@ def test_kustomize_builds_the_monitoring_objects() -> None:
 
 @needs_kubectl
 def test_the_google_and_azure_monitors_collect_the_same_metrics() -> None:
-    """They also use the same rules, if rules are objects of the cluster."""
+    """The monitors also use the same rules if the cluster stores rules as objects."""
     ours, google, azure = map(build, ["monitoring", "monitoring-google", "monitoring-azure"])
     assert set(google) == {"ConfigMap", "NetworkPolicy", "PodMonitoring", "Rules"}
     assert {google[kind]["apiVersion"] for kind in ("PodMonitoring", "Rules")} == {"monitoring.googleapis.com/v1"}

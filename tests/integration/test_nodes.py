@@ -130,7 +130,7 @@ def test_a_preempted_node_is_not_also_reported_as_lost() -> None:
         ({}, {"CPU": 2.0}, 0),
     ],
 )
-def test_room_on_a_node_is_limited_by_its_scarcest_resource(
+def test_the_scarcest_resource_of_a_node_limits_how_many_workers_fit_on_it(
     per_worker: dict[str, float], resources: dict[str, float], room: int
 ) -> None:
     assert find_room([node("x", **resources)], per_worker) == ({"x": room} if room else {})
@@ -218,7 +218,7 @@ def test_a_group_does_not_restart_without_room_for_more_workers(
     assert FakeCluster(workers).run_for(60, group(1, "a"), *nodes, draining=draining) == []
 
 
-def test_an_unreachable_node_has_no_room() -> None:
+def test_an_unreachable_node_has_no_room_for_workers() -> None:
     cluster = FakeCluster(WorkerRange(1, 4))
     cluster.silent = {"b"}
     assert cluster.run_for(60, group(1, "a"), A, B) == []
@@ -404,9 +404,7 @@ def test_a_group_is_ended_early_only_if_the_next_group_must_wait_for_nodes() -> 
 
 @pytest.mark.parametrize("error", [ActorDiedError(), WorkerGroupStartupFailedError("it died as it was initialized")])
 def test_a_replacement_that_dies_is_replaced_after_the_next_poll(error: Exception) -> None:
-    """Ray would try again at once, and would then also replace workers that it had replaced before, which may already
-    train.
-    """
+    """Ray would try again at once. It would then also replace earlier replacements that may already train."""
 
     def replace(number: int) -> None:
         raise error
@@ -462,7 +460,7 @@ def test_the_resources_of_a_killed_driver_are_freed(no_coordinator: None) -> Non
     assert reserved("train-killed", cpu) == {}
 
 
-def test_the_coordinator_of_sunspot_requests_nodes_of_each_node_group(no_coordinator: None) -> None:
+def test_the_autoscaling_coordinator_requests_nodes_of_each_node_group(no_coordinator: None) -> None:
     assert install_coordinator() == 0
     per_worker = {"CPU": 1.0, "training-worker": 1.0}
     reserve("train-asking", 3, per_worker)
@@ -474,7 +472,7 @@ def test_the_coordinator_of_sunspot_requests_nodes_of_each_node_group(no_coordin
     remove_coordinator()
 
 
-def test_the_coordinator_of_sunspot_offers_whole_replicas(no_coordinator: None) -> None:
+def test_the_autoscaling_coordinator_offers_only_room_for_whole_replicas(no_coordinator: None) -> None:
     assert install_coordinator() == 0
     cpu = {"CPU": 0.25}
     offer_whole_replicas(cpu, 3)
@@ -512,7 +510,7 @@ def test_a_released_node_stays_until_it_is_idle(ray_address: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_coordinator_of_ray_itself_is_not_replaced(
+def test_an_autoscaling_coordinator_that_ray_has_started_is_not_replaced(
     no_coordinator: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = rays.get_or_create_autoscaling_coordinator()
@@ -563,7 +561,7 @@ def test_the_resources_of_a_failed_controller_are_freed(ray_address: str) -> Non
     remove_placement_groups({again.id.hex()})
 
 
-def test_a_command_takes_effect_after_the_step_in_which_it_was_sent(ray_address: str) -> None:
+def test_workers_receive_a_command_after_the_step_during_which_it_was_sent(ray_address: str) -> None:
     with open_control() as control, CommandPoller(control) as commands:
         assert commands.poll() == Command()
         control.call(ControlChannel.restart_group, Incident(Cause.PREEMPTED, "node 1", time.time()), None)

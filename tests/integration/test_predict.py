@@ -301,7 +301,9 @@ def test_rows_that_do_not_fit_the_model_are_rejected_before_writing(
 
 
 @pytest.mark.slow
-def test_run_dataset_and_predictions_can_be_in_s3(finished_run: FinishedRun, s3_bucket: str) -> None:
+def test_predict_reads_a_run_and_a_dataset_from_s3_and_writes_its_output_to_s3(
+    finished_run: FinishedRun, s3_bucket: str
+) -> None:
     from sunspot.storage import open_storage
 
     bucket = open_storage(f"s3://{s3_bucket}")

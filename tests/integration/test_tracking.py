@@ -102,7 +102,7 @@ class Shown:
 
     @property
     def points(self) -> Points:
-        """All metrics except the ones sent at the end of the run."""
+        """All metrics except those that are sent at the end of the run."""
         return {
             name: sorted((point.step, point.timestamp, point.value) for point in self._of(name))
             for name in self.data.metrics
@@ -194,7 +194,7 @@ def test_an_unresponsive_server_does_not_delay_the_end_of_the_run(
     assert f"the delivery did not finish within 0.5 s; run {later} to continue" in out
 
 
-def test_a_failing_tracking_process_is_reported_at_once(
+def test_a_failing_tracking_process_is_reported_immediately(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(process.sys, "executable", shutil.which("false"))

@@ -52,7 +52,7 @@ def test_a_lost_control_channel_does_not_hide_the_training_error(
 
 
 def test_the_next_trainer_knows_the_progress_of_the_previous_one() -> None:
-    """Otherwise, the steps since its checkpoint would not count as taken."""
+    """Otherwise, the steps since the previous trainer's checkpoint would not count as taken."""
     before, after = LocalControl(), LocalControl()
     before.send(ControlChannel.begin_group, worker_group(1, "a"))
     before.send(ControlChannel.set_progress, Progress(step=7))

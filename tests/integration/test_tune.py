@@ -184,7 +184,7 @@ def test_a_stopped_search_stops_its_trials_and_can_be_resumed(program: Program, 
     assert find_newest_good(search.run, read_attempts(search.run))[0]
 
 
-def test_an_ended_trial_is_not_trained_again(run: Run) -> None:
+def test_a_trial_that_has_ended_is_not_trained_again(run: Run) -> None:
     settings = Settings(epochs=2)
     assert not has_ended(run, settings)
     start(begin(run), "job", settings=settings.environment())

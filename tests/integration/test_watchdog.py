@@ -74,7 +74,7 @@ def start_rank(
     begin: str = "run_rank()",
     claims: bool = True,
 ) -> subprocess.Popen[str]:
-    """Run `do_train(watchdog)` with this body as a rank of attempt 3, which begins at step 40, or of no attempt yet."""
+    """Run a rank whose `do_train(watchdog)` has the body `train`. With `claims`, its attempt 3 begins at step 40."""
     body = textwrap.indent(textwrap.dedent(train), "    ")
     rank_program = RANK.replace("TIMEOUT_S", str(timeout_s), 1).replace("CLAIMS", str(claims))
     program = f"{rank_program}\ndef do_train(watchdog):\n{body}\n{begin}\n"
@@ -178,7 +178,7 @@ def test_a_rank_has_more_time_for_its_first_step(run: Run) -> None:
     assert event["detail"].startswith("rank 1: no step for 4 s")
 
 
-def test_a_rank_that_other_ranks_do_not_answer_before_training_starts_is_ended(run: Run) -> None:
+def test_a_rank_that_waits_too_long_for_other_ranks_before_training_is_ended(run: Run) -> None:
     """Such a rank gets no additional time for a first step, and its hang is recorded with the previous attempt."""
     claim(run, [], Attempt(1, "job", None, 0))
     waits = """
@@ -404,7 +404,7 @@ ABOUT = {"attempt": 3, "rank": 1, "world_size": 2, "step": 41, "beat": 1000.0, "
         (["/w/my_collate.py", "/v/site-packages/ray/data/iterator.py", "/w/step.py"], "", "/w/my_collate.py"),
     ],
 )
-def test_the_location_of_a_hang_is_its_innermost_relevant_frame(files: list[str], waits_for: str, place: str) -> None:
+def test_a_hang_is_located_at_the_innermost_relevant_frame(files: list[str], waits_for: str, place: str) -> None:
     found = describe(ABOUT, dump(["/main.py"], files), 1300.4)
     verb = f"waits for {waits_for}" if waits_for else "is stuck"
     assert found.detail == f"rank 1: no step for 300 s; {verb} in work at {place}:7"
@@ -449,13 +449,13 @@ def test_ranks_without_rows_from_ray_data_do_not_count_as_hung(waits_for: dict[i
         ({0: False, 1: True}, [0, 2]),
     ],
 )
-def test_the_ranks_that_the_other_ranks_wait_for_are_suspects(waiting: dict[int, bool], found: list[int]) -> None:
+def test_ranks_for_which_other_ranks_wait_are_suspected_of_hanging(waiting: dict[int, bool], found: list[int]) -> None:
     hangs = [Hang(rank, "", waits) for rank, waits in waiting.items()]
     assert find_suspects(hangs, 3) == found
     assert read_hangs([{"event": "commit failed"}, *(hang.record() for hang in hangs)]) == hangs
 
 
-def test_records_of_several_journals_are_read_in_order(run: Run) -> None:
+def test_records_from_several_journals_are_read_in_order(run: Run) -> None:
     for step in range(3):
         journal = Journal(run, "events", 1)
         journal.append({"step": step, "time": 0.0, "event": "a test"})
@@ -483,7 +483,7 @@ def test_a_process_that_hangs_before_its_first_step_ends_itself() -> None:
     assert "this process ends, because it waited more than 1 s until a group of 3 formed" in ended.stderr
 
 
-def test_the_context_manager_is_active_only_while_the_watchdog_is_paused(run: Run) -> None:
+def test_pausing_the_watchdog_enters_the_given_context_manager(run: Run) -> None:
     pauses = list[str]()
 
     @contextlib.contextmanager

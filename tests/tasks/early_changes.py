@@ -1,4 +1,4 @@
-"""Loop whose steps change more than the weights, and which fails in a step that the test chooses.
+"""A loop whose steps change more than the weights. The loop fails in a step that the test chooses.
 
 TASK_ARGS: `way` names the state that a step changes besides the weights.
 """

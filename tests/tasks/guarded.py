@@ -1,4 +1,4 @@
-"""Task whose fused optimizer can cancel a step. A forward pass moves batch norm's averages and a frozen teacher.
+"""A task whose fused optimizer can cancel a step. A forward pass moves batch norm's averages and a frozen teacher.
 
 TASK_ARGS: `optimizer` names a class of `torch.optim`, and `way` names another state that a forward pass changes (see
 `early_changes`).

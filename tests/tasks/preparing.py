@@ -1,4 +1,4 @@
-"""A slow task with a model that is slow to build, or fails, in a replacement that starts while other workers train."""
+"""A slow task whose model waits or fails if a replacement builds it while other workers train."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The slow task, on which the node in the file `sick` of the folder in TASK_ARGS takes much longer for each step."""
+"""The slow task with one node that takes much longer for each step.
+
+TASK_ARGS names a `folder`. If it has a file `sick`, the file contains the node's ID.
+"""
 
 from __future__ import annotations
 

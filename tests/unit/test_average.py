@@ -65,7 +65,7 @@ def test_the_average_is_an_exponential_moving_average_of_the_weights() -> None:
     assert torch.equal(state["model"]["1.running_mean"], trainee.model[1].running_mean), "buffers are not averaged"
 
 
-def test_a_run_resumes_from_its_trained_weights() -> None:
+def test_a_run_resumes_from_its_trained_weights_instead_of_their_average() -> None:
     def assert_same(one: Any, other: Any) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 

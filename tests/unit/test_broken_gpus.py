@@ -113,7 +113,7 @@ def test_a_node_with_a_newly_broken_gpu_is_excluded_from_the_next_group(
     assert cluster.done == [("forget_group",), (A,)], "a drain of a group's node would be a notice"
 
 
-def test_the_remaining_group_still_gets_notices_after_a_node_is_excluded(
+def test_the_remaining_group_still_gets_preemption_notices_after_a_node_is_excluded(
     cluster: Cluster, training: BrokenInTraining
 ) -> None:
     """The supervisor passes notices only to the group that the control channel knows."""
@@ -135,7 +135,7 @@ def test_a_gpu_that_still_works_after_an_error_stays_in_use(
     assert not cluster.done
 
 
-def test_a_run_ends_if_it_needs_a_gpu_that_broke(cluster: Cluster, training: BrokenInTraining) -> None:
+def test_a_run_ends_if_it_needs_a_gpu_that_has_broken(cluster: Cluster, training: BrokenInTraining) -> None:
     cluster.broken = "ab"
     room = "the other nodes can run 0 workers, but the run needs at least 2"
     told = rf"a GPU broke: {A[:12]}, {B[:12]}: no driver; {room}"
@@ -144,7 +144,7 @@ def test_a_run_ends_if_it_needs_a_gpu_that_broke(cluster: Cluster, training: Bro
     assert not cluster.done
 
 
-def test_a_gpu_that_the_run_needs_is_used_again_if_it_works_or_had_no_error(
+def test_a_gpu_that_the_run_needs_is_used_again_if_it_works_or_reported_no_error(
     cluster: Cluster, training: BrokenInTraining
 ) -> None:
     """MAX_FAILURES limits the number of attempts in that case."""

@@ -91,7 +91,7 @@ def training(cluster: FakeCluster, run: Run, monkeypatch: pytest.MonkeyPatch, se
 # ------------------------------------------------------------------------------------------------------------- the plan
 
 
-def test_the_seed_determines_the_order_of_fault_kinds() -> None:
+def test_the_seed_determines_the_order_of_the_faults() -> None:
     plans = [make_plan(["reclaim,kill", "head"], 60, 9, seed) for seed in (1, 1, 2)]
     assert plans[0] == plans[1]
     assert plans[0].kinds != plans[2].kinds
@@ -116,7 +116,7 @@ def test_the_seed_determines_the_order_of_fault_kinds() -> None:
         (["--kind", "kill", "--count", "0"], "0: must be an integer >= 1"),
     ],
 )
-def test_chaos_deletes_no_pod_without_confirmation_or_with_invalid_arguments(
+def test_chaos_deletes_no_pod_if_it_is_not_confirmed_or_its_arguments_are_invalid(
     cluster: FakeCluster,
     sunspot: Command,
     training: Training,
@@ -135,7 +135,7 @@ def test_chaos_deletes_no_pod_without_confirmation_or_with_invalid_arguments(
     ("kind", "victims", "grace_s"),
     [("reclaim", WORKERS, None), ("kill", WORKERS, KILL_GRACE_S), ("head", [HEAD], KILL_GRACE_S)],
 )
-def test_a_fault_hits_exactly_one_pod_of_its_kind(
+def test_each_kind_of_fault_hits_exactly_one_suitable_pod(
     cluster: FakeCluster,
     sunspot: Command,
     training: Training,
@@ -192,7 +192,7 @@ def test_chaos_prints_each_fault_with_its_receipt_and_then_the_audit(
     }
 
 
-def test_the_text_output_contains_the_fault_its_receipt_and_the_audit(
+def test_the_text_output_contains_each_fault_with_its_receipt_and_the_audit(
     cluster: FakeCluster, sunspot: Command, training: Training
 ) -> None:
     assert sunspot("chaos", "run", "--kind", "kill", "--seed", "1", "--yes") == 0
@@ -208,7 +208,7 @@ def test_the_text_output_contains_the_fault_its_receipt_and_the_audit(
 def test_a_retried_deletion_spares_the_replacement_pod(
     cluster: FakeCluster, sunspot: Command, training: Training
 ) -> None:
-    """The response to the first attempt is lost. At the second attempt, a new pod has the name."""
+    """The response to the first attempt is lost. By the second attempt, a new pod has the same name."""
 
     def replace(name: str) -> None:
         successor = pod(name, CLUSTER, head=True)
@@ -323,7 +323,7 @@ def borrow(training: Training) -> None:
     ],
     ids=["ended", "gone", "borrowed", "unreachable"],
 )
-def test_chaos_rejects_ended_runs_and_runs_in_a_borrowed_cluster(
+def test_chaos_rejects_runs_that_have_ended_or_share_their_cluster_with_other_jobs(
     cluster: FakeCluster,
     sunspot: Command,
     training: Training,

@@ -130,7 +130,7 @@ def check_task(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch, **setti
 
 
 @pytest.mark.parametrize("loop", ["", OWN_LOOP], ids=["loss", "own loop"])
-def test_a_sound_task_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: str) -> None:
+def test_a_task_without_faults_passes_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: str) -> None:
     of_batch = TASK.replace("predict(model, images)", "predict(model, batch)").replace(
         "model(images)", 'model(batch["image"])'
     )
@@ -191,7 +191,7 @@ def test_a_checkpoint_metric_that_the_task_lacks_is_rejected(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize(("share", "done"), [("0", "evaluates nothing"), ("0.5", "trains, evaluates")])
-def test_a_check_reports_whether_it_ran_an_evaluation(
+def test_a_check_says_whether_it_has_evaluated_the_task(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: str, done: str
 ) -> None:
     rows = "[{'image': torch.full((1, 28, 28), n), 'label': n % 10} for n in range(40)]"
@@ -259,7 +259,7 @@ def test_a_missing_dataset_is_reported(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("what", "passes"), [("", True), (', reduction="none"', False)])
-def test_the_command_prints_one_json_document(
+def test_the_check_command_prints_a_single_json_document(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], what: str, passes: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)

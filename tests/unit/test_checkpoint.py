@@ -137,7 +137,7 @@ def newest(run: Run) -> Checkpoint | None:
     return find_newest_good(run, read_attempts(run))[0]
 
 
-def test_a_checkpoint_contains_the_state_at_its_step(run: Run) -> None:
+def test_a_checkpoint_contains_the_state_of_its_step_although_training_continues(run: Run) -> None:
     trainee = Trainee(run)
     trainee.train(3)
     expected = trainee.state()
@@ -224,7 +224,7 @@ def put_in_model(trainee: Trainee, value: Any) -> None:
 def test_a_state_that_a_restart_could_not_load_is_rejected(
     put: Callable[[Trainee, Any], None], key: str, value: Any, run: Run
 ) -> None:
-    """It is rejected in the first step or, if the value appears later, before the commit."""
+    """The state is rejected in the first step or, if the invalid value appears later, before the commit."""
     trainee = Trainee(run, model=Counting(40, 40))
     trainee.model(torch.randn(8, 40)).sum().backward()
     put(trainee, value)
@@ -259,14 +259,14 @@ class Positive(torch.nn.Linear):
         return super().forward(rows)
 
 
-def test_weights_that_a_forward_pass_changes_through_the_data_attribute_are_copied_at_once(run: Run) -> None:
+def test_weights_that_a_forward_pass_changes_through_data_are_copied_immediately(run: Run) -> None:
     trainee = Trainee(run, model=Positive(40, 40))
     trainee.train(2)
     assert trainee.checkpoints._optimizer_only.ids == {id(trainee.model.bias)}
 
 
 def test_the_next_step_waits_until_the_state_has_been_copied(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parameters do not change during the copy. Batch norm's averages do, but they are copied before."""
+    """Parameters do not change during the copy. Batch norm's averages are copied first, because they may change."""
     import sunspot.checkpoint.snapshot as module
 
     go, copy = threading.Event(), module.copy
@@ -374,7 +374,7 @@ def test_a_newer_snapshot_replaces_a_waiting_snapshot_if_storage_is_slow(
     assert len(trainee.checkpoints._snapshots._memory._slots) <= 4
 
 
-def test_a_kill_at_any_point_of_a_commit_loses_nothing(tmp_path: Path) -> None:
+def test_killing_a_process_at_any_point_of_a_commit_loses_nothing(tmp_path: Path) -> None:
     memory = Path("/dev/shm")  # every file is synced, which takes most of the time on a disk
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as folder:
         command = [sys.executable, "-m", "tests.harness.commit_points", folder]
@@ -658,7 +658,7 @@ def test_saving_shards_does_not_wait_for_the_previous_commit(slow: int, run: Run
 
 
 @pytest.mark.parametrize("refused", [0, 1])
-def test_steps_do_not_wait_for_shards_that_storage_rejects(refused: int, run: Run, two_ranks: Any) -> None:
+def test_training_steps_do_not_wait_for_shards_that_storage_rejects(refused: int, run: Run, two_ranks: Any) -> None:
     def act(rank: Rank, number: int) -> None:
         rank.storage.steps = (1, 2) if number == refused else ()
         rank.storage.refuses = True

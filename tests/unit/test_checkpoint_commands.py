@@ -158,7 +158,7 @@ def in_storage(run: Run, checkpoint: Checkpoint) -> dict[str, bytes]:
     return {name: run.storage.read(run.key("checkpoints", checkpoint.name, name)) for name in names}
 
 
-def test_the_newest_checkpoint_is_downloaded_to_a_directory_with_its_name(
+def test_the_newest_checkpoint_is_downloaded_to_a_directory_named_after_it(
     run: Run, sunspot: StorageCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -274,7 +274,7 @@ def test_a_damaged_checkpoint_is_never_downloaded(run: Run, sunspot: StorageComm
 
 
 @pytest.mark.parametrize("file", ["../outside.pt", "/tmp/outside.pt", "manifest.json", "."])
-def test_a_manifest_cannot_make_a_download_write_elsewhere(
+def test_a_manifest_cannot_make_a_download_write_outside_its_directory(
     run: Run, sunspot: StorageCommand, tmp_path: Path, file: str
 ) -> None:
     checkpoint = commit(run, start(run, "job"), 3)

@@ -562,7 +562,7 @@ LAST = consumed(5, 5)[5]
         (3, {"step_2": SECOND[:4]}, epoch(1, rows=14), "step 2: 4 rows instead of 5"),
     ],
 )
-def test_an_audit_finds_missing_repeated_and_unknown_rows(
+def test_an_audit_finds_rows_that_are_missing_or_repeated_or_unknown(
     run: Run, sunspot: StorageCommand, last: int, changes: dict[str, list[int]], found: dict[str, int], told: str
 ) -> None:
     audited(run, last, **changes)

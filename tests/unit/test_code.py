@@ -399,7 +399,7 @@ def test_submitting_edited_code_creates_a_new_job_that_takes_over_the_run(
     assert len(sunspot.run.storage.list(sunspot.run.key("code"))) == 3
 
 
-def test_code_can_be_set_in_the_profile_or_from_python(
+def test_the_code_folder_can_be_set_in_the_profile_or_with_the_python_api(
     cluster: FakeCluster, s3_bucket: str, folder: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "mine.yaml").write_text(f"extends: kind\ncode: {folder}\n")
@@ -414,7 +414,7 @@ def test_code_can_be_set_in_the_profile_or_from_python(
     assert code_of(cluster) != named
 
 
-def test_render_accepts_an_archive_but_not_a_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_render_accepts_code_in_an_archive_but_not_in_a_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     named = f"s3://bucket/code.tar@sha256:{'a' * 64}"
     for request in (JobRequest(code=named), JobRequest(code=named, cluster="mine")):
         rendered = render(request)

@@ -148,7 +148,9 @@ first_markers: dict[str, bytes] = {}
 @pytest.mark.timeout(3600)
 @settings(max_examples=500 if THOROUGH else 25, suppress_health_check=list(HealthCheck))
 @given(kind=st.sampled_from(KINDS), data=st.data())
-def test_damaged_files_lead_to_a_result_or_a_single_clear_error(whole: Path, kind: str, data: st.DataObject) -> None:
+def test_reading_a_damaged_file_gives_a_result_or_a_single_clear_error(
+    whole: Path, kind: str, data: st.DataObject
+) -> None:
     shutil.rmtree(whole / "now", ignore_errors=True)
     shutil.copytree(whole / "whole", whole / "now")
     run = open_run(str(whole / "now"), "run")

@@ -241,7 +241,7 @@ def test_layers_below_a_sparse_embedding_get_averaged_gradients(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("parallel", "micro_batch_size"), [("ddp", 0), ("ddp", 2), ("fsdp", 0)])
-def test_a_conditional_model_trains_the_same_on_any_number_of_workers(
+def test_a_conditional_model_gets_the_same_weights_on_any_number_of_workers(
     parallel: str, micro_batch_size: int, tmp_path: Path
 ) -> None:
     """Some steps have fewer rows than workers. The rows that only keep a rank busy must not use an expert."""

@@ -227,7 +227,9 @@ def test_the_rayjob_of_a_same_named_run_in_another_bucket_is_kept(
     assert not files_of(run)
 
 
-def test_a_borrowed_cluster_is_not_deleted(sunspot: Command, run: Run, cluster: FakeCluster) -> None:
+def test_delete_keeps_a_cluster_that_the_run_shares_with_other_jobs(
+    sunspot: Command, run: Run, cluster: FakeCluster
+) -> None:
     fill(run)
     cluster.put_job(rayjob(JOB, clusterSelector={"ray.io/cluster": "shared"}))
     cluster.set_status(JOB, "Complete", "SUCCEEDED", rayClusterName="shared")
@@ -281,7 +283,7 @@ def test_objects_are_deleted_in_batches_or_one_by_one_if_the_server_requires_it(
 
 
 @pytest.mark.parametrize("deployment", ["", "Initializing", "Running", "Suspended"])
-def test_a_live_run_is_not_deleted(sunspot: Command, run: Run, cluster: FakeCluster, deployment: str) -> None:
+def test_delete_refuses_a_live_run(sunspot: Command, run: Run, cluster: FakeCluster, deployment: str) -> None:
     fill(run, RunState.RUNNING)
     cluster.put_job(rayjob(JOB))
     cluster.set_status(JOB, deployment, "RUNNING" if deployment == "Running" else "")
@@ -386,7 +388,7 @@ def test_a_damaged_run_can_be_deleted(sunspot: Command, run: Run, cluster: FakeC
 # ------------------------------------------------------------------------------------------------------ interruptions
 
 
-def test_attempts_and_manifests_are_deleted_first_and_run_records_last(run: Run) -> None:
+def test_delete_removes_attempts_and_manifests_first_and_the_records_of_the_run_last(run: Run) -> None:
     fill(run)
     groups = deletion_order(run, sorted(files_of(run)))
     tops = [{key.split("/")[1] for key in group} for group in groups]

@@ -211,7 +211,7 @@ def test_processes_that_need_the_same_entry_read_it_once(tmp_path: Path) -> None
     assert int((tmp_path / "size").read_text()) == used(tmp_path) == 6 * ON_DISK
 
 
-def test_a_process_waits_for_another_one_only_until_a_timeout(
+def test_a_process_waits_for_another_process_only_until_a_timeout(
     tmp_path: Path, set_constants: SetConstants, warned: list[str]
 ) -> None:
     set_constants(disk_cache, WAIT_S=0.05)
@@ -299,7 +299,7 @@ def test_a_damaged_entry_is_read_again(tmp_path: Path, damaged: bytes, warned: l
     assert f"{tmp_path}: an entry is damaged" in warned[0]
 
 
-def test_a_full_disk_stops_additions_with_one_warning(tmp_path: Path, warned: list[str]) -> None:
+def test_a_full_disk_stops_additions_to_the_cache_with_one_warning(tmp_path: Path, warned: list[str]) -> None:
     bucket = Bucket()
     cache = DiskCache(str(tmp_path), limit=1 << 20)
     bucket.read(cache, "a")

@@ -422,7 +422,7 @@ def as_stored(record: dict[str, Any]) -> dict[str, Any]:
     return {**record, "ranks": to_columns(record["ranks"])}
 
 
-def test_throughput_is_measured_in_recent_windows_but_not_in_the_first_one() -> None:
+def test_throughput_is_measured_in_recent_windows_but_not_in_the_first_window() -> None:
     slow = as_stored({"attempt": 1, **window(10, data_wait_s=[9.0, 9.0])})
     later = [as_stored({"attempt": 1, **window(step)}) for step in (20, 30)]
     assert measure_throughput([slow]).windows == []
@@ -877,7 +877,7 @@ def test_doctor_reports_a_checkpoint_that_is_too_old(
     assert "checkpoint too old" not in found, "that is why"
 
 
-def test_doctor_reports_a_save_that_exceeds_the_notice(run: Run, sunspot: Command) -> None:
+def test_doctor_reports_a_save_that_takes_longer_than_the_notice(run: Run, sunspot: Command) -> None:
     trains(run, warning="a checkpoint takes 40 s to commit", save_s=40.0, notice_s=27.0)
     notice = findings(sunspot)["save exceeds notice"]
     assert (notice["save_s"], notice["notice_s"]) == (40.0, 27.0)

@@ -138,7 +138,7 @@ def test_the_run_fails_if_its_driver_fails_after_claiming_an_attempt(run: Run) -
     assert state(run) == (RunState.FAILED, "no good")
 
 
-def test_a_failed_retry_replaces_the_reason_of_the_first_failure(run: Run) -> None:
+def test_a_run_that_fails_again_shows_the_reason_for_the_newest_failure(run: Run) -> None:
     start(run, "job")
     for reason in ("first", "second"):
         with pytest.raises(SunspotError), recorded_outcome(Claimant(run, "job", new_driver()), None, 10):

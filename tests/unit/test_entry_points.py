@@ -41,7 +41,7 @@ def run_module(module: str, word: str, folder: Path) -> subprocess.CompletedProc
 
 
 @pytest.mark.parametrize("module", ENTRY_POINTS)
-def test_help_describes_the_command_and_does_nothing(module: str, tmp_path: Path) -> None:
+def test_the_help_option_describes_the_command_and_does_nothing_else(module: str, tmp_path: Path) -> None:
     done = run_module(module, "--help", tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"usage: python -m {module} [-h]")
@@ -61,7 +61,7 @@ def test_an_unknown_argument_is_rejected(module: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("module", ["sunspot", "sunspot.cli"])
-def test_the_command_runs_as_a_module(module: str, tmp_path: Path) -> None:
+def test_the_sunspot_command_can_be_run_as_a_module(module: str, tmp_path: Path) -> None:
     done = run_module(module, "--help", tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("usage: sunspot ")

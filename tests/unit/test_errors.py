@@ -156,7 +156,9 @@ run_and_exit(lambda: print(Path("runs").absolute()))
     assert (ended.returncode, ended.stderr) == (2, told)
 
 
-def test_a_second_interrupt_ends_without_waiting_for_threads_or_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_interrupt_ends_the_process_without_waiting_for_threads_or_ray(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     program = """
 import threading, time
 from sunspot.errors import EndAtOnceError, run_and_exit

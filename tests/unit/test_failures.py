@@ -30,7 +30,7 @@ from tests.harness import REPOSITORY
 from tests.harness.constants import SetConstants
 
 
-def test_the_failure_schedule_is_reproducible_and_half_of_the_losses_have_notice() -> None:
+def test_the_failure_schedule_is_reproducible_and_announces_half_of_the_losses() -> None:
     first, again = (list(itertools.islice(schedule(7, 100, "abc"), 100)) for _ in range(2))
     assert first == again != list(itertools.islice(schedule(8, 100, "abc"), 100))
     assert [loss.kind for loss in first].count("reclaim") == 50

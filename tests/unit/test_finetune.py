@@ -135,7 +135,9 @@ def test_texts_packed_into_one_row_do_not_attend_to_each_other(base: str, texts:
 
 
 @pytest.mark.parametrize("package", ["peft", "tokenizers", "transformers"])
-def test_a_missing_package_is_reported_before_anything_starts(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_fine_tuning_package_is_reported_before_the_run_starts(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, "sunspot.tasks.finetune")
     with refusal(SettingsError, f"No module named '{package}'", "EXTRAS=hf"):
@@ -151,7 +153,7 @@ def test_padding_does_not_change_the_class_of_a_text(base: str) -> None:
 
 
 @pytest.mark.parametrize("head", ["text", "classes"])
-def test_the_report_shows_texts(base: str, texts: str, head: str) -> None:
+def test_the_report_of_a_language_model_shows_texts(base: str, texts: str, head: str) -> None:
     if head == "classes":
         texts = write_texts(Path(texts), label=["short", "long"] * 20)
     settings = settings_of(base, texts, head=head)
@@ -251,7 +253,9 @@ def test_an_adapter_can_be_loaded_only_onto_its_base_model(base: str, texts: str
         ({"rank": 4, "targets": ["nowhere"]}, "targets=['nowhere']"),
     ],
 )
-def test_invalid_arguments_are_rejected(base: str, texts: str, arguments: dict[str, Any], said: str) -> None:
+def test_invalid_arguments_of_the_fine_tuning_task_are_rejected(
+    base: str, texts: str, arguments: dict[str, Any], said: str
+) -> None:
     settings = settings_of(base, texts, **arguments)
     task: Any = load_task(settings)
     with refusal(SettingsError, "SUNSPOT_TASK_ARGS", said):
@@ -259,7 +263,7 @@ def test_invalid_arguments_are_rejected(base: str, texts: str, arguments: dict[s
 
 
 @pytest.mark.parametrize("lacks", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_a_directory_without_a_model_is_rejected(base: str, tmp_path: Path, lacks: str) -> None:
+def test_a_base_directory_without_a_model_is_rejected(base: str, tmp_path: Path, lacks: str) -> None:
     folder = tmp_path / "model"
     shutil.copytree(base, folder)
     (folder / lacks).unlink()
@@ -289,7 +293,7 @@ def test_damaged_weights_and_tokenizers_are_reported(base: str, texts: str, tmp_
         task.find_sources(settings)
 
 
-def test_a_model_that_does_not_exist_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_base_model_that_does_not_exist_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with refusal(SettingsError, "base='nobody/nothing'", "the hub did not provide it"):
         open_base("nobody/nothing")
@@ -297,7 +301,7 @@ def test_a_model_that_does_not_exist_is_rejected(monkeypatch: pytest.MonkeyPatch
         open_base("")
 
 
-def test_a_model_in_a_bucket_is_fetched_once(base: str, texts: str, s3_bucket: str) -> None:
+def test_a_base_model_in_a_bucket_is_downloaded_only_once(base: str, texts: str, s3_bucket: str) -> None:
     """Check that adapters name the bucket, and not the path of the local copy."""
     url = f"s3://{s3_bucket}/models/tiny"
     storage = open_storage(url)

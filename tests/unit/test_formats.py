@@ -88,7 +88,7 @@ def save_rows(folder: Path) -> None:
     ],
     ids=["CSV", "JSON lines", "saved by datasets", "images"],
 )
-def test_both_loaders_read_each_row_unchanged(write: Callable[[Path], object], tmp_path: Path) -> None:
+def test_the_torch_and_ray_loaders_read_each_row_unchanged(write: Callable[[Path], object], tmp_path: Path) -> None:
     folder = tmp_path / "rows"
     write(folder)
     source = find_sources(Settings(dataset=str(folder)))[0] if write is put_pictures else open_rows(folder)

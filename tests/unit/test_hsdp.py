@@ -57,7 +57,7 @@ def test_hsdp_rounds_bf16_gradients_as_much_as_other_layouts(tmp_path: Path) -> 
     assert 0 < apart["hsdp"] < 2 * min(apart["ddp"], apart["fsdp"])
 
 
-def test_torchs_own_clipping_raises_an_error_instead_of_using_a_wrong_norm(tmp_path: Path) -> None:
+def test_gradient_clipping_by_torch_itself_raises_an_error_instead_of_using_a_wrong_norm(tmp_path: Path) -> None:
     plan = plan_without_evaluation(Settings(**GPT, parallel="hsdp", shard_degree=2))
 
     def clip(group: Any) -> None:

@@ -45,7 +45,7 @@ def test_a_table_gives_the_same_rows_in_the_same_row_groups_as_parquet(tmp_path:
     )
 
 
-def test_a_later_snapshot_counts_as_different_data_and_earlier_ones_stay_readable(tmp_path: Path) -> None:
+def test_a_new_snapshot_counts_as_different_data_and_old_snapshots_stay_readable(tmp_path: Path) -> None:
     table = tmp_path / "table"
     before = open_images(write_iceberg(table, image_rows(40), 2))
     files = [data_file("data/000.parquet"), data_file("data/001.parquet")]
@@ -88,7 +88,7 @@ def write_again(table: Path) -> None:
         (lambda table: (table / "metadata" / "12-m0.avro").unlink(), ["12-m0.avro was not found"]),
     ],
 )
-def test_a_table_that_cannot_be_read_from_its_parquet_files_alone_is_rejected(
+def test_an_iceberg_table_that_is_damaged_or_needs_more_than_parquet_files_is_rejected(
     change: Callable[[Path], object], faults: list[str], tmp_path: Path
 ) -> None:
     table = tmp_path / "table"

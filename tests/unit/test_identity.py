@@ -34,7 +34,7 @@ def test_a_restart_with_the_same_settings_and_rows_is_accepted(run: Run) -> None
 
 
 @pytest.mark.parametrize("name", ["task", "task_args", "dataset", "seed", "global_batch_size", "loader"])
-def test_the_identity_contains_the_settings_listed_in_the_contract(name: str) -> None:
+def test_the_identity_contains_the_settings_that_must_not_change(name: str) -> None:
     assert name in IDENTITY
 
 

@@ -45,14 +45,14 @@ def survivor_that(**behaviour: Any) -> Any:
     return MagicMock(**{"others_train": False, "replaces": False, "kept": None, **behaviour})
 
 
-def test_a_process_leaves_when_no_further_group_forms(config: WorkerConfig) -> None:
+def test_a_process_ends_without_waiting_for_output_if_no_further_group_forms(config: WorkerConfig) -> None:
     survivor = survivor_that(form=lambda: None)
     with Joining(config, survivor) as joined:
         assert joined.form() is None
     assert not survivor.await_outputs.called
 
 
-def test_the_next_group_forms_before_it_waits_for_the_output_of_the_previous_group(config: WorkerConfig) -> None:
+def test_a_process_in_the_next_group_waits_for_the_output_of_the_previous_group(config: WorkerConfig) -> None:
     survivor = survivor_that(form=lambda: PLACE)
     with Joining(config, survivor) as joined:
         assert joined.form() is PLACE

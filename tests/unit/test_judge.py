@@ -64,7 +64,7 @@ class Control(LocalControl):
 
 
 def start_again(control: Control, start: TrainerStart, max_failures: int, error: Any = None) -> TrainerStart | None:
-    """Return how the next trainer starts after one that ended like this in survivor mode."""
+    """Return how the next trainer starts in survivor mode after one that ended with `error`, or None."""
     reason = find_reason(error, restart=False, one_machine=False)
     outcome = GroupOutcome(reason, error, control.call(ControlChannel.group_end), control.call(ControlChannel.incident))
     return next_start(outcome, start, max_failures, survivor_mode=True)
@@ -150,7 +150,7 @@ def test_the_same_message_on_all_ranks_ends_the_run_if_it_repeats(control: Contr
 
 
 @pytest.mark.parametrize("error", [{}, BACKWARD], ids=["at a line of the task", "the same message"])
-def test_a_bug_that_recurs_on_all_ranks_after_equally_many_steps_ends_the_run(
+def test_a_bug_that_recurs_on_all_ranks_after_the_same_number_of_steps_ends_the_run(
     error: dict[str, Any], control: Control
 ) -> None:
     """The workers take new steps and checkpoints in between, such as with a bug in the 60th call of a function."""
@@ -562,7 +562,7 @@ def test_a_controller_that_ran_out_of_memory_is_restarted_only_on_a_cluster(
         assert "Object store" not in said
 
 
-def test_the_control_channel_has_a_group_until_the_group_fails() -> None:
+def test_the_control_channel_has_a_group_from_its_start_until_it_fails() -> None:
     control = ControlChannel()
     assert not control.has_group()
     control.begin_group(worker_group(1, "a"))

@@ -101,7 +101,7 @@ def test_a_resumed_keras_model_equals_that_of_an_uninterrupted_run(task: Any, dr
 
 
 def test_all_rows_of_a_step_have_the_same_weight(task: Any) -> None:
-    """The losses are those of each row before the step, and they decrease."""
+    """Each row's loss is computed before the step, and the losses decrease from step to step."""
     model, rows = build(), make_rows()
     expected = model.losses(rows, model(rows))
     losses, outputs = model.take_step(rows, 0.01, 1 / ROWS)

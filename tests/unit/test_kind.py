@@ -83,7 +83,7 @@ def test_missing_tools_and_failures_are_reported_in_one_line(kind: Kind, tmp_pat
         kind("up", "--image", "sunspot:1")
 
 
-def test_the_bucket_has_addresses_for_pods_and_this_machine() -> None:
+def test_pods_and_this_machine_each_have_an_address_for_the_bucket() -> None:
     folder = REPOSITORY / "scripts" / "kind"
     _, deployment, service = yaml.safe_load_all((folder / "bucket.yaml").read_text())
     [mapping] = yaml.safe_load((folder / "cluster.yaml").read_text())["nodes"][0]["extraPortMappings"]

@@ -92,7 +92,7 @@ def test_an_invalid_kubeconfig_is_reported_in_one_line(cluster: FakeCluster, sun
 # ------------------------------------------------------------------------------------------------------------- plugins
 
 
-def test_a_plugin_gets_its_environment_and_can_print_where_to_sign_in(
+def test_a_credential_plugin_gets_its_environment_and_can_print_where_to_sign_in(
     cluster: FakeCluster, config: Config, set_constants: SetConstants, capfd: pytest.CaptureFixture[str]
 ) -> None:
     set_constants("sunspot.submitter.printing", NOTE_AFTER_S=0)
@@ -108,7 +108,7 @@ def test_a_plugin_gets_its_environment_and_can_print_where_to_sign_in(
     assert cluster.tokens == {"Bearer secret"}
 
 
-def test_a_plugin_can_return_a_certificate(cluster: FakeCluster, config: Config) -> None:
+def test_a_credential_plugin_can_return_a_certificate(cluster: FakeCluster, config: Config) -> None:
     config.set("cluster", server="https://127.0.0.1:1")
     config.sign_in_by("print(json.dumps({'status': {'clientCertificateData': 'cert', 'clientKeyData': 'key'}}))")
     client, _ = kubeconfig.make_client(None)
@@ -127,7 +127,7 @@ def test_a_plugin_can_return_a_certificate(cluster: FakeCluster, config: Config)
         (None, "cannot be run here .No such file or directory.; get it from the cloud"),
     ],
 )
-def test_a_plugin_that_returns_no_credential_is_reported(
+def test_a_credential_plugin_that_returns_no_credential_is_reported(
     cluster: FakeCluster,
     config: Config,
     sunspot: Command,

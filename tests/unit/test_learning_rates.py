@@ -244,7 +244,7 @@ def test_a_scheduler_starts_from_the_rate_set_by_its_constructor() -> None:
     assert rates.at(7, STEPS)[1]["lr"] == pytest.approx(expected[7][1]["lr"]) == pytest.approx(0.5 * 0.9**7)
 
 
-def test_a_scheduler_stepped_by_build_scheduler_continues_from_there() -> None:
+def test_a_scheduler_continues_from_the_step_to_which_build_scheduler_advanced_it() -> None:
     def build_scheduler(optimizer: Any, settings: Settings, total_steps: int) -> Any:
         scheduler = ExponentialLR(optimizer, 0.9)
         optimizer.step()
@@ -287,7 +287,7 @@ def test_a_step_without_a_valid_learning_rate_is_reported_before_training(functi
         rates.describe(STEPS)
 
 
-def test_the_rates_of_a_run_are_described() -> None:
+def test_the_learning_rates_of_each_parameter_group_are_described() -> None:
     module = module_of(schedule=lambda step, total: 1 - step / 50)
     assert rates_of(module, Settings()).describe(STEPS) == [
         "learning rate of group 1: 2.0e-02 at first, 2.0e-02 at most, 4.4e-03 at last",
@@ -299,7 +299,7 @@ def test_the_rates_of_a_run_are_described() -> None:
     ]
 
 
-def test_the_rates_of_many_groups_are_described_in_a_few_lines() -> None:
+def test_the_learning_rates_of_many_parameter_groups_are_described_in_a_few_lines() -> None:
     def build_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
         groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": 0.5 ** min(n, 30)} for n in range(40)]
         return torch.optim.SGD(groups)
@@ -309,7 +309,7 @@ def test_the_rates_of_many_groups_are_described_in_a_few_lines() -> None:
     assert lines[-1] == "learning rate: other rates in 34 more groups"
 
 
-def test_the_rates_of_a_long_run_are_described_from_a_sample_of_its_steps() -> None:
+def test_the_learning_rates_of_a_long_run_are_described_from_a_sample_of_its_steps() -> None:
     asked: list[int] = []
     module = module_of(schedule=lambda step, total: asked.append(step) or float(step == 12) + 0.1)
     [line, _] = rates_of(module, Settings(), 10**9).describe(10**9)
@@ -350,7 +350,7 @@ def test_an_optimizer_that_already_has_a_scheduler_is_rejected() -> None:
     ("library", "why"),
     [("build_keras", "Keras model has"), ("build_trainer", "its Trainer"), ("build_trees", "trees")],
 )
-def test_a_scheduler_is_rejected_if_the_library_has_its_own(
+def test_build_scheduler_is_rejected_if_the_library_has_its_own_scheduler(
     library: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / f"mine_{library}.py").write_text(f"def {library}(*_): ...\ndef build_scheduler(*_): ...\n")

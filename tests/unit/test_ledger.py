@@ -27,7 +27,7 @@ def recorded(run: Run, attempt: int) -> dict[int, list[int]]:
     return rows
 
 
-def test_the_ledger_drops_only_rows_that_are_in_storage(group: dist.ProcessGroup, run: Run) -> None:
+def test_the_ledger_keeps_rows_until_they_are_in_storage(group: dist.ProcessGroup, run: Run) -> None:
     ledger = Ledger(group, "attempt-0001", 0, [], True)
     take(ledger, 1, 3)
     assert [window[:3] for window in ledger.gather(3)] == [("attempt-0001", 1, 3)]
@@ -40,7 +40,9 @@ def test_the_ledger_drops_only_rows_that_are_in_storage(group: dist.ProcessGroup
     assert recorded(run, 1) == {step: [10 * step, 10 * step + 1] for step in range(1, 6)}
 
 
-def test_the_next_attempt_writes_the_missing_rows_of_the_previous_attempt(group: dist.ProcessGroup, run: Run) -> None:
+def test_the_next_attempt_writes_the_rows_that_the_previous_attempt_did_not_write(
+    group: dist.ProcessGroup, run: Run
+) -> None:
     before = Ledger(group, "attempt-0001", 0, [], True)
     take(before, 1, 4)
     kept = before.gather(4)
@@ -52,7 +54,7 @@ def test_the_next_attempt_writes_the_missing_rows_of_the_previous_attempt(group:
     assert sorted(recorded(run, 2)) == [5, 6]
 
 
-def test_the_next_group_gets_no_rows_of_a_step_that_does_not_count(group: dist.ProcessGroup) -> None:
+def test_the_next_group_gets_no_rows_of_a_discarded_step(group: dist.ProcessGroup) -> None:
     """The step was in doubt, and a copy in memory may already have gathered its rows."""
     for last_gathered in (2, 3):
         ledger = Ledger(group, "attempt-0002", 0, [("attempt-0001", 1, 9, torch.tensor([[9, 0, 90]]))], True)

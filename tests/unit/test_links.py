@@ -64,7 +64,7 @@ def write_stream(storage: LocalStorage) -> None:
         lambda storage: storage.delete("run/../../private/key"),
     ],
 )
-def test_a_folder_that_links_out_of_the_storage_path_is_rejected(
+def test_a_link_to_a_folder_outside_the_storage_path_is_rejected(
     act: Callable[[LocalStorage], Any], storage: LocalStorage, private: Path
 ) -> None:
     (private / "below").mkdir()
@@ -75,7 +75,7 @@ def test_a_folder_that_links_out_of_the_storage_path_is_rejected(
     assert (private / "key").read_bytes() == SECRET
 
 
-def test_a_file_that_links_out_of_the_storage_path_is_not_read(storage: LocalStorage, private: Path) -> None:
+def test_a_link_to_a_file_outside_the_storage_path_is_not_followed(storage: LocalStorage, private: Path) -> None:
     (private / "key").write_bytes(SECRET * 1000)
     link = storage.root / "run/file"
     link.symlink_to(private / "key")
@@ -92,7 +92,7 @@ def test_a_file_that_links_out_of_the_storage_path_is_not_read(storage: LocalSto
     assert (private / "key").read_bytes() == SECRET * 1000
 
 
-def test_links_inside_the_storage_path_and_to_it_are_followed(tmp_path: Path, storage: LocalStorage) -> None:
+def test_links_within_the_storage_path_and_links_to_it_are_followed(tmp_path: Path, storage: LocalStorage) -> None:
     (tmp_path / "link").symlink_to(storage.root)
     (storage.root / "same").symlink_to("run")
     (storage.root / "run/again.json").symlink_to("run.json")

@@ -45,7 +45,7 @@ def test_the_command_line_overrides_the_environment_which_overrides_the_file(
 
 
 @pytest.mark.parametrize("verb", ["train", "check", "tune"])
-def test_settings_and_options_can_be_mixed(verb: str) -> None:
+def test_settings_and_options_can_be_mixed_on_the_command_line(verb: str) -> None:
     words = [verb, "EPOCHS=3", "--storage", "elsewhere", "my_task.py", "--json", "seed=-1", "--set", "TRIALS=2"]
     arguments = make_parser().parse_args(words)
     assert given_settings(arguments) == {"TRIALS": "2", "EPOCHS": "3", "TASK": "my_task.py", "seed": "-1"}
@@ -60,7 +60,7 @@ def test_settings_and_options_can_be_mixed(verb: str) -> None:
         ("EPOCHS", "EPOCHS=VALUE"),
     ],
 )
-def test_a_word_that_is_neither_a_setting_nor_a_file_is_rejected(word: str, example: str) -> None:
+def test_an_argument_that_is_neither_a_setting_nor_a_file_is_rejected(word: str, example: str) -> None:
     with pytest.raises(SettingsError, match=f"^{word} is not a setting; write {example}, or the path of a task"):
         given_settings(make_parser().parse_args(["train", word]))
 

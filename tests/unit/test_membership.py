@@ -46,7 +46,7 @@ IDENTITY_OF_ROWS = Rows("data", 100, 10, "order", "NumPy")
 
 @dataclass(eq=False)
 class Process:
-    """A worker process as the membership server sees it. It does what it is asked, possibly late or never."""
+    """A worker process as the membership server sees it. It follows requests, possibly late or never."""
 
     name: str
     node: str
@@ -478,7 +478,7 @@ def expect_counterexample(machine: type[Decisions], text: str) -> None:
         run_state_machine_as_test(seed(0)(machine), settings=chosen)
 
 
-def test_the_model_checker_detects_that_preferring_staying_nodes_loses_the_newest_state(
+def test_the_model_checker_finds_that_preferring_nodes_that_stay_loses_the_newest_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Membership, "_choose", choose_staying_members)

@@ -124,7 +124,7 @@ def bare(connection: DriverConnection | MemberConnection) -> Iterator[socket.soc
 
 
 def cut(connection: DriverConnection | MemberConnection) -> None:
-    """Let the kernel drop all packets that arrive on a connection, so that it acknowledges none, as if it were gone."""
+    """Make the kernel drop all packets that arrive on a connection, as if this machine were gone."""
     drop_all = create_string_buffer(struct.pack("HBBI", BPF_RET, 0, 0, 0))
     with bare(connection) as own:
         own.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HL", 1, addressof(drop_all)))
@@ -431,7 +431,7 @@ def test_an_unresponsive_machine_counts_as_a_lost_node(
     assert [incident.cause for incident in reported(server)][:1] == [cause]
 
 
-def test_a_sick_node_is_left_between_two_steps_and_the_reason_is_recorded(server: MembershipServer) -> None:
+def test_a_run_leaves_a_sick_node_between_two_steps_and_records_the_reason(server: MembershipServer) -> None:
     group = worker_group(1, "old", "new")
     slow = [StepTimes(1, 60.0 * n, 60.0, 1.0, (0.9, 0.2)) for n in range(10)]
     with enter(server, "leaving", node="old") as leaving, enter(server, "staying", node="new") as staying:

@@ -80,7 +80,7 @@ def test_the_notes_of_an_incident_are_passed_to_only_one_group() -> None:
 
 
 @pytest.mark.parametrize("known", ["before the next group begins", "before it takes a step", "later"])
-def test_the_cause_can_be_reported_after_the_worker_is_reported_as_lost(known: str) -> None:
+def test_the_cause_of_a_loss_can_be_reported_later_than_the_loss_itself(known: str) -> None:
     incidents = Incidents()
     incidents.observe(Incident(Cause.WORKER_LOST, "rank 1 on b", 100.0))
     if known.startswith("before the next"):

@@ -52,5 +52,7 @@ def test_a_misspelt_function_is_reported_with_the_likely_name(
         "class build_datasets: ...",
     ],
 )
-def test_helpers_are_not_reported(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_helper_functions_are_not_reported_as_misspelt(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert describe(tmp_path, monkeypatch, text) == []

@@ -75,7 +75,7 @@ def test_weights_follow_the_last_colon_of_each_source(dataset: str, expected: li
         ("a:0.33333333333,b:0.66666666667", "have too many digits; round them to six decimals"),
     ],
 )
-def test_an_ambiguous_mixture_is_rejected_with_the_fix(dataset: str, reason: str) -> None:
+def test_the_error_for_an_ambiguous_mixture_includes_the_fix(dataset: str, reason: str) -> None:
     with pytest.raises(SettingsError) as raised:
         load_settings({"DATASET": dataset})
     assert f"SUNSPOT_DATASET={dataset}: " in str(raised.value)
@@ -92,7 +92,9 @@ def test_local_sources_of_a_mixture_get_absolute_paths(tmp_path: Path, monkeypat
 
 
 @given(st.lists(st.integers(1, 99), min_size=1, max_size=6), st.integers(0, 10**12))
-def test_in_any_part_of_a_mixture_the_shares_match_the_weights(weights: list[int], first: int) -> None:
+def test_every_part_of_a_mixture_contains_its_sources_in_proportion_to_their_weights(
+    weights: list[int], first: int
+) -> None:
     positions = np.arange(first, first + 300)
     counts = np.stack(count_by_source(weights, positions))
     shares = np.array(weights)[:, None] * positions / sum(weights)
@@ -179,7 +181,7 @@ def join(groups: list[list[int]], weights: tuple[int, ...]) -> MixedSource:
     st.integers(1, 60),
     st.data(),
 )
-def test_both_loaders_give_each_worker_its_rows_of_a_mixture(
+def test_the_torch_and_ray_loaders_give_each_worker_its_rows_of_a_mixture(
     groups: list[list[int]], weights: list[int], batch: int, world_size: int, round_rows: int, data: st.DataObject
 ) -> None:
     source = join(groups, tuple(weights[: len(groups)]))
@@ -268,7 +270,7 @@ def test_the_audit_finds_a_row_that_a_pass_repeats_although_the_next_pass_misses
     assert found["b", 1] == (0, 0)
 
 
-def test_an_identity_with_an_empty_source_has_no_layout() -> None:
+def test_an_identity_without_rows_or_with_an_empty_source_has_no_epoch_layout() -> None:
     settings = {"SUNSPOT_GLOBAL_BATCH_SIZE": "5"}
     rows = Rows("", 20, 4, "", "", LAYOUT.sources)
     assert find_layout(Identity(settings, rows)) == LAYOUT

@@ -124,7 +124,7 @@ def test_wait_finds_the_cluster_of_a_run(clusters: dict[str, FakeCluster], sunsp
 
 
 @pytest.mark.usefixtures("trains_in_east")
-def test_a_run_whose_move_failed_stays_and_avoids_the_same_place(
+def test_a_run_whose_move_failed_stays_and_does_not_try_the_same_place_again(
     clusters: dict[str, FakeCluster], sunspot: Command, profile: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reconciler = Reconciler(connect("east"), sunspot.run.storage.locate(""), lambda *words: None, Mover(profile))
@@ -249,13 +249,13 @@ FAILED = {
         "its RayJob is gone",
     ],
 )
-def test_only_a_run_that_could_be_better_off_elsewhere_may_move(
+def test_only_a_run_that_trains_or_is_stranded_is_considered_for_a_move(
     job: dict[str, Any] | None, status: Status | None, expected: bool
 ) -> None:
     assert may_consider(snapshot(job, status), NOW) is expected
 
 
-def test_a_run_may_not_move_after_a_stop_request_or_while_storage_fails() -> None:
+def test_a_run_does_not_move_after_a_stop_request_or_while_storage_fails() -> None:
     alive = status_of("run-1", 5)
 
     assert not may_consider(snapshot(JOB, alive, summary=RunSummary(stop_requested=True)), NOW)
@@ -267,7 +267,7 @@ def with_request(text: str | None) -> dict[str, Any]:
     return {**job, "metadata": {**job["metadata"], "annotations": {} if text is None else {REQUEST: text}}}
 
 
-def test_a_request_cannot_choose_a_profile_or_a_place_or_a_namespace() -> None:
+def test_the_request_in_a_rayjob_cannot_choose_a_profile_or_a_place_or_a_namespace() -> None:
     options = {"image": "mine:1", "queue": None, "generation": 2, "code": None, "settings": {"SUNSPOT_EPOCHS": "7"}}
     text = json.dumps({**options, "profile": "other", "place": "east", "namespace": "kube-system", "cluster": "x"})
     request = read_request(job_view(with_request(text)), "mine.yaml")
@@ -278,12 +278,12 @@ def test_a_request_cannot_choose_a_profile_or_a_place_or_a_namespace() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"image": 1, "queue": null, "generation": 1, "code": null}'])
-def test_a_damaged_request_is_refused(text: str) -> None:
+def test_a_damaged_request_in_a_rayjob_is_refused(text: str) -> None:
     with pytest.raises(ClusterError, match="does not contain a usable request in its annotation sunspot/request"):
         read_request(job_view(with_request(text)), "mine.yaml")
 
 
-def test_a_run_without_a_request_or_from_a_gitops_tool_is_not_moved() -> None:
+def test_a_rayjob_that_has_no_request_or_comes_from_a_gitops_tool_is_not_moved() -> None:
     assert read_request(job_view(with_request(None)), "mine.yaml") is None
     assert read_request(job_view(kept(with_request("{}"))), "mine.yaml") is None
 
@@ -306,7 +306,7 @@ def left_east(run: Run) -> Run:
     return run
 
 
-def test_a_rayjob_that_starts_after_the_run_has_left_its_place_is_superseded(left_east: Run) -> None:
+def test_a_rayjob_is_superseded_if_the_run_has_moved_away_before_it_starts(left_east: Run) -> None:
     with pytest.raises(SupersededError, match="run-1 in west"):
         refuse_if_left(left_east, claimed_by(WEST), str(EAST))
     refuse_if_left(left_east, claimed_by(EAST), str(WEST))

@@ -51,7 +51,7 @@ def owner_of(cluster: FakeCluster) -> str:
 # --------------------------------------------------------------------------------------------------------- the drivers
 
 
-def test_the_new_driver_waits_until_the_old_one_has_saved_and_ended(run: Run) -> None:
+def test_the_new_driver_waits_until_the_old_driver_has_saved_and_ended(run: Run) -> None:
     stop = StopRequest()
     with recorded_outcome(Claimant(run, OLD, "0000000a"), None, 10, stop) as outcome:
         outcome.replace(state=RunState.RUNNING, attempt=0)
@@ -95,7 +95,7 @@ def test_a_driver_ignores_a_handover_request_to_another_driver(run: Run) -> None
     assert not stop.marked
 
 
-def test_the_new_driver_gives_up_if_the_old_one_does_not_end(run: Run, set_constants: SetConstants) -> None:
+def test_the_new_driver_gives_up_if_the_old_driver_does_not_end(run: Run, set_constants: SetConstants) -> None:
     set_constants("sunspot.run.handover", HANDED_OVER_WITHIN_S=0.1)
     write_status(run, Status(RunState.RUNNING, OLD, attempt=1))
     with pytest.raises(ConflictError, match=r"run-1 in east .* did not save a checkpoint and stop within 0 s"):
@@ -150,7 +150,7 @@ def test_a_run_moves_and_its_old_job_is_deleted(
 
 
 @pytest.mark.usefixtures("trains_in_east")
-def test_a_run_that_gets_no_nodes_stays_where_it_was(
+def test_a_run_that_gets_no_nodes_in_the_new_place_stays_where_it_was(
     clusters: dict[str, FakeCluster], sunspot: Command, profile: str
 ) -> None:
     assert move(sunspot, profile, "--timeout", "0.1") == 5
@@ -201,7 +201,7 @@ def test_a_run_whose_new_job_fails_after_the_handover_restarts_in_its_old_place(
 
 
 @pytest.mark.usefixtures("trains_in_east")
-def test_a_run_that_is_there_already_does_not_move(
+def test_a_run_that_is_already_in_the_chosen_place_does_not_move(
     clusters: dict[str, FakeCluster], sunspot: Command, profile: str
 ) -> None:
     assert sunspot("move", "run", "--to", "east", "--profile", profile) == 0, sunspot.err
@@ -210,7 +210,7 @@ def test_a_run_that_is_there_already_does_not_move(
     assert jobs(clusters) == {"east": 1, "west": 0}
 
 
-def test_a_run_that_does_not_train_is_submitted_in_the_new_place(
+def test_moving_a_run_that_does_not_train_submits_it_in_the_new_place(
     clusters: dict[str, FakeCluster], sunspot: Command, profile: str
 ) -> None:
     assert submit(sunspot, profile, "--place", "east") == 0, sunspot.err
@@ -227,7 +227,7 @@ def test_a_search_does_not_move(clusters: dict[str, FakeCluster], sunspot: Comma
     assert jobs(clusters) == {"east": 1, "west": 0}
 
 
-def test_a_run_outside_the_places_does_not_move(
+def test_a_run_that_trains_outside_the_places_of_the_profile_does_not_move(
     clusters: dict[str, FakeCluster], sunspot: Command, profile: str
 ) -> None:
     write_status(sunspot.run, Status(RunState.RUNNING, "run-1#a@sunspot/0", attempt=1))

@@ -122,7 +122,7 @@ def test_weights_broken_by_the_newest_step_are_found_on_save(group: dist.Process
 
 
 def test_weights_that_are_infinite_from_the_beginning_are_accepted(group: dist.ProcessGroup) -> None:
-    """They can be a mask that is stored as a parameter. Frozen parameters and buffers are never checked."""
+    """Such weights can be a mask that is stored as a parameter. Frozen parameters and buffers are never checked."""
     model = nn.Linear(2, 2)
     nn.init.constant_(model.bias, -INF)
     watch = watched(group, model)
@@ -300,7 +300,7 @@ def test_a_run_that_diverged_restarts_from_a_finite_checkpoint(
     assert (found.step, found.finite) == (12, True)
 
 
-def test_a_group_that_continues_in_place_keeps_checking_the_weights(group: dist.ProcessGroup) -> None:
+def test_a_group_that_continues_without_a_restart_keeps_checking_the_weights(group: dist.ProcessGroup) -> None:
     built = make_worker(plan_without_evaluation(Settings(task="tests.tasks.tiny", num_workers="1")), group)
     for parameter in built.learner.model.parameters():
         nn.init.constant_(parameter, INF)

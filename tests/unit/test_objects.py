@@ -74,7 +74,7 @@ def test_a_damaged_status_is_ignored_with_a_single_warning(
     assert render(read_report(look(run)))
 
 
-def test_unknown_fields_are_ignored(run: Run) -> None:
+def test_unknown_fields_of_a_stored_object_are_ignored(run: Run) -> None:
     write_status(run, Status(RunState.RUNNING, "job", step=3, heartbeat=5.0, driver="aaaaaaaa"))
     [entry] = list_statuses(run)
     record = json.loads(run.storage.read(entry.key))
@@ -92,7 +92,7 @@ def test_reading_an_oversized_object_raises_an_error(run: Run) -> None:
 
 
 @given(st.dictionaries(st.text(), st.floats() | st.integers() | st.text() | st.none() | st.booleans()))
-def test_parsing_a_changed_record_raises_damage_error(record: dict[str, Any]) -> None:
+def test_parsing_a_record_that_does_not_match_its_checksum_raises_damage_error(record: dict[str, Any]) -> None:
     record.pop("sha256", None)
     content = with_checksum(record)
     parse_verified(dict[str, Any], content, "it")
@@ -114,7 +114,7 @@ def test_a_modified_identity_is_rejected(run: Run) -> None:
         record_identity(run, environment, ["seed"], rows)
 
 
-def test_damaged_lines_are_skipped_and_counted(run: Run) -> None:
+def test_damaged_lines_of_a_journal_are_skipped_and_counted(run: Run) -> None:
     attempt = start(begin(run), "job")
     report(run, attempt, *({"step": step, "time": 1.0, "loss": math.nan} for step in (1, 2, 3)))
     [key] = journal_keys(run, "metrics", 1)
@@ -186,7 +186,7 @@ def test_a_modified_attempt_is_rejected(run: Run) -> None:
         read_attempts(run)
 
 
-def test_lone_surrogates_are_replaced(run: Run) -> None:
+def test_lone_surrogates_in_a_stored_object_are_replaced(run: Run) -> None:
     """Python produces lone surrogates from file names that are not UTF-8."""
     write_status(begin(run), Status(RunState.FAILED, "job", reason="a\udcffb \N{WRENCH}"))
     status = read_status(run)

@@ -30,7 +30,7 @@ def limits_with(workers: int) -> tuple[int, int]:
     return resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
-def test_the_soft_limit_is_raised_only_if_a_group_needs_more(limited: Executor) -> None:
+def test_the_soft_limit_on_open_files_is_raised_only_if_a_group_needs_more_files(limited: Executor) -> None:
     enough = (SOFT - OWN_FILES) // 3
     assert limited.submit(limits_with, enough).result() == (SOFT, HARD)
     assert limited.submit(limits_with, enough + 1).result() == (HARD, HARD)

@@ -154,7 +154,7 @@ def test_clipping_uses_the_norm_of_the_complete_step_and_model(tmp_path: Path) -
 
 @pytest.mark.parametrize(("parallel", "degree"), [("ddp", 0), ("fsdp", 0), ("hsdp", 1)])
 def test_gradients_sent_in_bf16_are_rounded(parallel: str, degree: int, tmp_path: Path) -> None:
-    """Rounding changes them little. A single worker sends no gradients."""
+    """Rounding changes the gradients little. A single worker sends no gradients."""
     exact = train_ranks(tmp_path / "exact", 2, **TINY)
     sent = {"parallel": parallel, "shard_degree": degree, "gradient_precision": "bf16"}
     rounded = train_ranks(tmp_path / "rounded", 2, **TINY, **sent)

@@ -52,7 +52,7 @@ def test_the_two_methods_that_assign_positions_to_workers_agree(
 
 
 @given(st.integers(2, 300), st.integers(0, 40))
-def test_micro_batches_are_even(rows: int, most: int) -> None:
+def test_micro_batches_have_nearly_equal_sizes(rows: int, most: int) -> None:
     parts = list(micro_batches(rows, most))
     sizes = [part.stop - part.start for part in parts]
     assert [i for part in parts for i in range(part.start, part.stop)] == list(range(rows))

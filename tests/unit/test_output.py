@@ -142,7 +142,7 @@ def test_a_failed_write_leaves_no_file(tmp_path: Path) -> None:
         write_file("~nobody-of-that-name/x", MARK, MARK)
 
 
-def test_commands_replace_only_their_own_files(run: Run, sunspot: Command, tmp_path: Path) -> None:
+def test_commands_replace_only_files_that_they_have_written(run: Run, sunspot: Command, tmp_path: Path) -> None:
     report(run, start(begin(run), "job", tier="beginning"), {"step": 5, "time": 1.0, "loss": 0.5})
     set_status(run, RunState.SUCCEEDED)
     mine = tmp_path / "mine"

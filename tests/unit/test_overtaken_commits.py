@@ -169,7 +169,7 @@ def test_commits_in_progress_are_completed_after_their_group_ends(
     assert storage.most == 1, "a group's first upload waits for the previous group's upload"
 
 
-def test_an_upload_that_outlasts_ten_groups_does_not_exceed_the_slot_limit(
+def test_an_upload_that_outlasts_ten_groups_does_not_need_additional_memory_slots(
     run: Run, memory: NodeMemory, storage: SlowStorage
 ) -> None:
     survivor = Survivor(run, memory)
@@ -280,7 +280,9 @@ def test_the_next_commit_removes_the_unfinished_upload_of_a_lost_rank_0(run: Run
     assert not incomplete(run)
 
 
-def test_a_manifest_that_arrives_after_its_files_were_removed_is_removed(run: Run, memory: NodeMemory) -> None:
+def test_a_manifest_written_after_the_files_of_its_checkpoint_were_removed_is_removed_too(
+    run: Run, memory: NodeMemory
+) -> None:
     survivor = Survivor(run, memory, checkpoints_to_keep=9)
     survivor.form_group()
     survivor.take_step(save=False)

@@ -336,10 +336,10 @@ def test_held_out_rows_are_evaluated_only_if_the_task_defines_a_loss(examples: N
     assert "; no loss, so no evaluation" in plan.reasons[0]
 
 
-def test_the_script_from_which_the_example_task_was_made_trains(
+def test_the_original_script_of_the_example_task_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
 ) -> None:
-    """It also resumes from its checkpoint with the same rates. The model's initial loss is the same, too."""
+    """The script also resumes from its checkpoint, and its learning rates equal those of the task."""
     from tests.tasks import nano, nano_script
 
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():

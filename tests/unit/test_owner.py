@@ -130,5 +130,5 @@ def test_outside_kubernetes_the_job_is_the_owner(
         Owner("job", "", "", "0123456789"),
     ],
 )
-def test_an_owner_can_be_parsed_from_its_text(owner: Owner) -> None:
+def test_parsing_the_text_of_an_owner_gives_the_same_owner(owner: Owner) -> None:
     assert Owner.parse(str(owner)) == owner

@@ -88,7 +88,7 @@ def test_the_error_for_a_missing_extra_includes_the_command_that_installs_it(
     assert said in extras.how_to_install("trees")
 
 
-def test_every_extra_in_a_message_exists() -> None:
+def test_every_extra_that_a_message_names_exists() -> None:
     declared = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = {found for _, found in lines(["app"], r"how_to_install\([\"'](\w+)[\"']\)")}
     named |= {
@@ -119,7 +119,7 @@ def test_workflows_pin_actions_by_digest() -> None:
     assert [use for _, use in actions if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v[0-9.]+", use)] == []
 
 
-def test_a_released_image_is_scanned_then_signed_then_tagged() -> None:
+def test_a_released_image_is_scanned_before_it_is_signed_and_tagged() -> None:
     steps = yaml.safe_load((REPOSITORY / ".github/workflows/release.yaml").read_text())["jobs"]["image"]["steps"]
     used = [step.get("uses", "").partition("@")[0] for step in steps]
     push, scan, sign = (

@@ -105,7 +105,7 @@ def test_an_error_on_one_rank_is_raised_at_once(set_constants: SetConstants) -> 
         other.result(30)
 
 
-def test_a_single_worker_calls_the_function_without_waiting() -> None:
+def test_a_single_worker_calls_the_function_directly() -> None:
     assert run_on_all_ranks(None, lambda: 3) == 3
 
 
@@ -136,7 +136,7 @@ def agree_for(lengths: list[float], wishes: dict[int, StepActions]) -> tuple[lis
     return asked, one
 
 
-def test_rank_0_does_not_decide_after_every_fast_step(set_constants: SetConstants) -> None:
+def test_rank_0_decides_only_after_some_of_the_steps_if_steps_are_fast(set_constants: SetConstants) -> None:
     set_constants(sunspot.parallel.decisions, ASK_EVERY_S=60.0)  # even on a busy machine
     asked, agreed = agree_for([0.0] * 70, {20: StepActions(save=True), 40: StepActions(copy=True, next_in=3)})
     assert asked[:7] == [1, 3, 7, 15, 31, 47, 50]
@@ -147,7 +147,7 @@ def test_rank_0_does_not_decide_after_every_fast_step(set_constants: SetConstant
     assert max(later - before for before, later in itertools.pairwise(asked)) == MAX_STEPS_BETWEEN
 
 
-def test_rank_0_decides_after_every_slow_step(set_constants: SetConstants) -> None:
+def test_rank_0_decides_after_every_step_if_steps_are_slow(set_constants: SetConstants) -> None:
     set_constants(sunspot.parallel.decisions, ASK_EVERY_S=0.01)
     asked, agreed = agree_for([0.02] * 12, {5: StepActions(busy=True), 8: StepActions(restart=True)})
     assert asked == list(range(1, 13))

@@ -61,7 +61,7 @@ goals = st.builds(Goal, deadline=st.none() | st.floats(NOW - 1e5, NOW + 3e6), bu
 
 
 @given(offers, known_places, situations, goals)
-def test_the_choice_is_one_of_the_offers_and_has_a_reason(
+def test_the_chosen_place_is_one_of_the_offers_and_the_choice_has_a_reason(
     offers: list[Offer], known: dict[str, Experience], situation: Situation, goal: Goal
 ) -> None:
     choice = choose_place(offers, known, situation, goal)
@@ -91,7 +91,7 @@ def test_a_run_never_moves_to_a_place_that_is_worse_in_every_respect(
 
 
 @given(experiences, st.floats(0, 1e5), st.floats(0, 1e5))
-def test_a_shortage_is_forgotten_with_time(experience: Experience, first_s: float, more_s: float) -> None:
+def test_a_shortage_of_nodes_is_forgotten_over_time(experience: Experience, first_s: float, more_s: float) -> None:
     sooner = experience.expect(NOW + first_s)
     later = experience.expect(NOW + first_s + more_s)
 
@@ -100,7 +100,7 @@ def test_a_shortage_is_forgotten_with_time(experience: Experience, first_s: floa
 
 
 @given(st.lists(st.builds(Sighting, st.just("a"), st.floats(0, 1e6), shares), min_size=1))
-def test_what_is_learned_does_not_depend_on_the_order_of_the_sightings(sightings: list[Sighting]) -> None:
+def test_experience_with_a_place_does_not_depend_on_the_order_of_the_observations(sightings: list[Sighting]) -> None:
     distinct = list({each.time: each for each in sightings}.values())
 
     assert learn(distinct) == learn(distinct[::-1])
@@ -115,7 +115,7 @@ def test_a_run_immediately_leaves_a_place_that_lost_its_nodes(pace: float) -> No
     assert choose(known, Goal(deadline), place="cheap", work_s=pace * 90 * HOUR_S).place == "middle"
 
 
-def test_a_place_whose_nodes_come_and_go_is_not_trusted_when_they_are_back() -> None:
+def test_a_place_whose_nodes_come_and_go_is_not_trusted_when_its_nodes_are_back() -> None:
     known = learn(Sighting("cheap", NOW - 600 * ago, float(ago % 2 == 0)) for ago in range(20))
 
     assert known["cheap"].share == 1.0
@@ -169,7 +169,7 @@ def test_a_run_falls_back_to_on_demand_nodes_while_they_still_meet_the_deadline(
     assert not after.warning
 
 
-def test_a_run_that_needs_nodes_that_stay_avoids_on_demand_nodes_that_are_sold_out() -> None:
+def test_a_run_in_a_hurry_avoids_a_place_where_on_demand_nodes_are_sold_out() -> None:
     offers = [Offer("sold-out", 30.0, on_demand=True), Offer("on-demand", 50.0, on_demand=True), Offer("spot", 10.0)]
     known = {"sold-out": seen(0.0), "spot": seen(1.0)}
 
@@ -184,7 +184,7 @@ def test_a_run_is_warned_of_a_deadline_that_no_place_meets() -> None:
     assert choice == Choice("on-demand", choice.reason, "the deadline will be missed by at least 5 h")
 
 
-def test_a_run_avoids_places_that_its_budget_cannot_pay_for() -> None:
+def test_a_run_avoids_places_that_exceed_its_budget() -> None:
     known = {"cheap": seen(0.0), "middle": seen(0.2)}
     goal = Goal(deadline=NOW + 11 * HOUR_S, budget=200.0)
 
@@ -201,7 +201,7 @@ def test_no_place_is_chosen_when_the_budget_is_spent() -> None:
     assert choose({}, Goal(budget=0.0)) == Choice("", "the budget is spent")
 
 
-def test_a_run_does_not_move_for_less_than_the_move_costs() -> None:
+def test_a_run_does_not_move_if_the_move_costs_more_than_it_saves() -> None:
     known = {"cheap": seen(1.0), "middle": seen(1.0)}
 
     assert choose(known, place="middle", move=Move(cost=1.0)).place == "cheap"

@@ -105,12 +105,12 @@ def test_render_names_the_place_that_sets_a_value(profile: str) -> None:
     assert origins["east"] != "place east"
 
 
-def test_render_needs_a_place(profile: str) -> None:
+def test_render_requires_a_place_if_the_profile_has_several_places(profile: str) -> None:
     with pytest.raises(SettingsError, match="choose one of east, west with --place"):
         render(JobRequest(profile))
 
 
-def test_an_unknown_place_is_refused(profile: str) -> None:
+def test_an_unknown_place_is_rejected(profile: str) -> None:
     with pytest.raises(SettingsError, match="has no place 'north'; choose one of east, west"):
         render(JobRequest(profile, place="north"))
     with pytest.raises(SettingsError, match="profile kind has no place 'north'; add it to the key places"):
@@ -178,7 +178,9 @@ def test_a_run_with_a_checkpoint_avoids_a_place_with_expensive_traffic(
     assert jobs(clusters) == {"east": 0, "west": 1}
 
 
-def test_the_user_can_choose_the_place(clusters: dict[str, FakeCluster], sunspot: Command, profile: str) -> None:
+def test_the_user_can_choose_the_place_of_a_run(
+    clusters: dict[str, FakeCluster], sunspot: Command, profile: str
+) -> None:
     assert submit(sunspot, profile, "--place", "west") == 0, sunspot.err
 
     assert jobs(clusters) == {"east": 0, "west": 1}
@@ -210,9 +212,7 @@ def test_a_run_that_has_just_been_submitted_stays_in_its_place(
     assert "place: west, the run is already there" in sunspot.err
 
 
-def test_a_run_that_is_alive_stays_in_its_place(
-    clusters: dict[str, FakeCluster], sunspot: Command, profile: str
-) -> None:
+def test_a_live_run_stays_in_its_place(clusters: dict[str, FakeCluster], sunspot: Command, profile: str) -> None:
     assert submit(sunspot, profile, "--place", "west") == 0, sunspot.err
     [job] = clusters["west"].jobs.values()
     owner = Owner.parse(settings_of(job)["SUNSPOT_JOB_ID"])._replace(namespace="sunspot")
@@ -232,7 +232,7 @@ def test_a_run_that_is_alive_stays_in_its_place(
     assert "west (namespace sunspot)" in sunspot.out
 
 
-def test_a_run_that_waited_in_vain_leaves_its_place(
+def test_a_run_that_got_no_nodes_in_time_leaves_its_place(
     clusters: dict[str, FakeCluster], sunspot: Command, profile: str
 ) -> None:
     assert submit(sunspot, profile) == 0, sunspot.err
@@ -246,7 +246,7 @@ def test_a_run_that_waited_in_vain_leaves_its_place(
     assert newest_submission(sunspot.run).place == "west"  # type: ignore[union-attr]
 
 
-def test_a_job_that_cannot_be_removed_from_the_old_place_is_named(
+def test_submit_names_the_job_that_it_cannot_remove_from_the_old_place(
     clusters: dict[str, FakeCluster], sunspot: Command, profile: str
 ) -> None:
     assert submit(sunspot, profile, "--place", "east") == 0, sunspot.err
@@ -258,7 +258,7 @@ def test_a_job_that_cannot_be_removed_from_the_old_place_is_named(
     assert jobs(clusters) == {"east": 1, "west": 1}
 
 
-def test_a_dry_run_leaves_the_other_place_alone(
+def test_a_dry_run_does_not_remove_the_job_in_another_place(
     clusters: dict[str, FakeCluster], sunspot: Command, profile: str
 ) -> None:
     assert submit(sunspot, profile, "--place", "east") == 0, sunspot.err
@@ -279,31 +279,31 @@ def attempt(place: str, workers: int, ago_s: float, job: str = "run-1") -> Attem
 def find(
     attempts: list[Attempt], submissions: list[SubmissionRecord], status: Status | None
 ) -> list[tuple[str, float, float]]:
-    """Return the sightings, with their age in place of their time."""
+    """Return the place, age and share of nodes of each sighting."""
     found = find_sightings(attempts, submissions, status, NOW)
     return [(each.place, NOW - each.time, each.share) for each in found]
 
 
-def test_an_attempt_shows_that_its_place_had_nodes() -> None:
+def test_an_attempt_is_evidence_that_its_place_had_nodes() -> None:
     assert find([attempt("east", 4, 50), attempt("west", 8, 20)], [], None) == [("east", 50, 0.5), ("west", 20, 1.0)]
     assert find([attempt("", 4, 50)], [], None) == []
 
 
-def test_a_run_that_is_alive_still_has_its_nodes() -> None:
+def test_a_live_run_is_evidence_that_its_place_still_has_nodes() -> None:
     owner = str(Owner("run-1", "1", "sunspot", "0", "east"))
     alive = Status(RunState.RUNNING, owner, attempt=1, world_size=2, time=NOW - 5)
 
     assert find([attempt("east", 8, 500)], [], alive)[-1] == ("east", 5, 0.25)
 
 
-def test_a_silent_run_has_lost_its_nodes() -> None:
+def test_a_silent_run_is_evidence_that_its_place_has_lost_its_nodes() -> None:
     owner = str(Owner("run-1", "1", "sunspot", "0", "east"))
     silent = Status(RunState.RUNNING, owner, attempt=1, world_size=8, time=NOW - 500)
 
     assert find([attempt("east", 8, 900)], [], silent)[-1] == ("east", 0, 0.0)
 
 
-def test_a_submission_that_waited_in_vain_got_no_nodes() -> None:
+def test_a_submission_that_waited_too_long_is_evidence_that_its_place_had_no_nodes() -> None:
     def record(ago_s: float) -> SubmissionRecord:
         return SubmissionRecord("run-1", place="east", time=NOW - ago_s)
 
@@ -314,7 +314,7 @@ def test_a_submission_that_waited_in_vain_got_no_nodes() -> None:
     assert find([], [record(NODES_WITHIN_S + 301), later], None) == [("east", 300, 0.0)]
 
 
-def test_sightings_of_all_recent_runs_are_read(sunspot: Command) -> None:
+def test_the_observations_of_all_recent_runs_about_their_places_are_read(sunspot: Command) -> None:
     fail_in(sunspot.run, "east")
 
     assert [each.place for each in read_sightings(sunspot.run.storage, time.time())] == ["east"]

@@ -35,7 +35,7 @@ def test_resources_that_leave_no_core_for_reading_are_rejected() -> None:
 
 
 @pytest.mark.parametrize(("use_gpu", "gpus", "used"), [("auto", 2, True), ("auto", 1, False), ("false", 8, False)])
-def test_gpus_are_used_if_each_worker_gets_one(use_gpu: str, gpus: int, used: bool) -> None:
+def test_gpus_are_used_if_each_worker_gets_a_gpu(use_gpu: str, gpus: int, used: bool) -> None:
     resources = choose_resources(load_settings({"USE_GPU": use_gpu}), {"CPU": 8, "GPU": gpus}, nodes=1)
     assert resources.use_gpu is used
     assert ("GPU" in resources.per_worker) is used
@@ -58,7 +58,9 @@ def test_the_plan_explains_the_number_of_steps() -> None:
     ("workers", "micro", "limit", "rows"),
     [("2..8", "0", 16, 16), ("2..64", "0", 3, 3), ("8", "0", 16, 16), ("1", "0", 128, 128), ("8", "5", 5, 4)],
 )
-def test_passes_do_not_become_larger_with_fewer_workers(workers: str, micro: str, limit: int, rows: int) -> None:
+def test_forward_passes_do_not_become_larger_with_fewer_workers(
+    workers: str, micro: str, limit: int, rows: int
+) -> None:
     """Check that all passes have the same size with COMPILE. A limit of five rows splits a share of 16 into fours."""
     settings = load_settings({"NUM_WORKERS": workers, "MICRO_BATCH_SIZE": micro})
     plan = Plan(settings, EmptySource((1,), 2), None, Steps(1024, 128), 8)

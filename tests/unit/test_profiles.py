@@ -95,7 +95,7 @@ def read_trace(path: str) -> dict[str, Any]:
 
 
 @given(step=st.integers(1, 500), steps=st.integers(1, 50), more=st.integers(1, 100))
-def test_no_epoch_ends_between_recorded_steps(step: int, steps: int, more: int) -> None:
+def test_all_recorded_steps_of_a_profile_belong_to_one_epoch(step: int, steps: int, more: int) -> None:
     per_epoch = steps + more
     first = find_first_step(step, steps, per_epoch)
     warm_up, last = first - 1, first + steps - 1
@@ -224,7 +224,7 @@ def test_a_profile_in_a_bucket_shows_its_cost_and_the_longest_operations(
         ("--timeout 0", RunState.RUNNING, 5, "rank 0 wrote no trace in time (the run is running)"),
     ],
 )
-def test_a_profile_that_cannot_be_made_is_refused(
+def test_a_request_for_a_profile_that_cannot_be_recorded_is_refused(
     run: Run, sunspot: StorageCommand, words: str, state: RunState, code: int, said: str
 ) -> None:
     write_status(run, replace(RUNNING, state=state, reason="why"))
@@ -243,7 +243,7 @@ def test_a_profile_that_cannot_be_made_is_refused(
     ],
     ids=["a new group", "the end of the run", "another request"],
 )
-def test_a_profile_that_is_dropped_is_reported_at_once(
+def test_a_dropped_profile_is_reported_immediately(
     run: Run, sunspot: StorageCommand, change: Any, code: int, said: str
 ) -> None:
     def act() -> None:
@@ -273,7 +273,7 @@ def test_the_cost_of_a_profile_is_shown_even_if_its_trace_cannot_be_read(
     assert "s with the profiler" in answer.out
 
 
-def test_the_command_needs_neither_torch_nor_ray(run: Run, sunspot: StorageCommand) -> None:
+def test_the_profile_command_needs_neither_torch_nor_ray(run: Run, sunspot: StorageCommand) -> None:
     with training(run):
         answer: Answer = sunspot.process("profile", "run", "--steps", "1")
     assert answer.code == 0, answer.err

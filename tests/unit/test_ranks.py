@@ -34,7 +34,7 @@ def record(number: int, **more: list[Any]) -> dict[str, Any]:
     return {"attempt": 1, "step": 10 * number, "time": float(number), "steps": 10, "seconds": 5.0, "ranks": values}
 
 
-def test_a_combined_record_keeps_totals_and_extremes() -> None:
+def test_a_combined_rank_record_keeps_totals_and_extremes() -> None:
     first, second = record(1), record(3, memory_mib=[0.5, None], throttled_share=[None, None])
     second["steps"] = 30
     both = combine([combine([first, second]), record(2)])
@@ -54,7 +54,7 @@ def test_a_combined_record_keeps_totals_and_extremes() -> None:
     ] == [None, 1.0]
 
 
-def test_old_records_are_combined_but_new_ones_are_kept(run: Run, set_constants: SetConstants) -> None:
+def test_old_rank_records_are_combined_but_new_records_are_kept(run: Run, set_constants: SetConstants) -> None:
     """A long attempt keeps a limited number of records, but their totals cover every step."""
     set_constants(ranks, MIN_RECORDS=8, MIN_BYTES=2000)
     set_constants("sunspot.run.streams", SIZES=(1000, 4000, 8000))
@@ -80,7 +80,7 @@ def test_old_records_are_combined_but_new_ones_are_kept(run: Run, set_constants:
     assert newest_rank_records(run, lineage([attempt])) == found
 
 
-def test_records_are_not_combined_if_there_are_few() -> None:
+def test_rank_records_are_not_combined_if_there_are_few() -> None:
     text = b"".join(json.dumps(record(number)).encode() + b"\n" for number in range(64))
     assert downsample(text) == text
 

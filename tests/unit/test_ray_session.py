@@ -98,7 +98,7 @@ def test_socket_paths_fit_even_if_tmpdir_is_long(
     assert len(os.fsencode(f"{call['_temp_dir']}/{SOCKET}")) <= MAX_SOCKET_PATH_BYTES
 
 
-def test_a_folder_of_another_user_is_rejected(started: list[dict[str, Any]], temporary: Path) -> None:
+def test_a_session_folder_of_another_user_is_rejected(started: list[dict[str, Any]], temporary: Path) -> None:
     (temporary / f"sunspot-{os.getuid()}").symlink_to(temporary)
     with pytest.raises(SettingsError, match=f"sunspot-{os.getuid()} belongs to another user or is a link"):
         begin()
@@ -166,7 +166,7 @@ def test_a_ray_tmpdir_that_is_too_long_is_reported(
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux only")
 @pytest.mark.parametrize(("number", "fix"), [(errno.EROFS, "let this user write there"), (errno.ENOSPC, "free some")])
-def test_shared_memory_that_cannot_be_written_is_not_blamed_on_load(
+def test_an_error_about_unwritable_shared_memory_does_not_blame_the_load(
     number: int, fix: str, started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "TemporaryFile", fail_with(OSError(number, os.strerror(number))))

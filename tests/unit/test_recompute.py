@@ -74,7 +74,7 @@ def take_passes(model: nn.Module) -> list[torch.Tensor]:
     return [*gradients, *model.buffers(), torch.get_rng_state()]
 
 
-def test_recomputed_blocks_give_the_same_gradients_to_the_bit(models: tuple[Blocks, Blocks]) -> None:
+def test_recomputed_blocks_give_exactly_the_same_gradients(models: tuple[Blocks, Blocks]) -> None:
     plain, recomputed = models
     assert all(map(torch.equal, take_passes(recomputed), take_passes(plain)))
     assert list(recomputed.state_dict()) == list(plain.state_dict())

@@ -109,10 +109,10 @@ def test_the_table_shows_the_cost_of_each_fault() -> None:
         ("all", ["kill n1", "kill n2", "add n1", "add n2", "step"]),
     ],
 )
-def test_a_fault_is_over_after_the_next_step_and_its_nodes_return(
+def test_a_fault_ends_with_the_next_step_and_its_nodes_return(
     target: str, lines: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Check that the nodes return, even before that step if it cannot happen without them."""
+    """The nodes return before the next step if the group cannot take a step without them."""
     monkeypatch.setattr(scripts.recovery, "pods", lambda job, namespace: PODS)
     log = tmp_path / "log"
     names = {"kill": "kill", "add": "add", "add_head": "add head"}
@@ -153,7 +153,7 @@ def test_a_group_is_complete_once_all_workers_have_trained_for_some_time(set_con
         wait_until_complete(Run(), 0)
 
 
-def test_groups_are_read_from_the_log_of_a_driver() -> None:
+def test_worker_groups_are_read_from_the_log_of_a_driver() -> None:
     """Check logs like those that Ray writes, with prefixes, colours, other lines, and a start without steps."""
     records = [
         {"time": 1.0, "event": "start", "from_step": 0, "world": 2},
@@ -170,7 +170,9 @@ def test_groups_are_read_from_the_log_of_a_driver() -> None:
     assert read_groups(lines) == [Group(1, 2, 2.0, 0), Group(2, 2, 11.0, 2)]
 
 
-def test_groups_and_rank_0_of_a_sunspot_run_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_worker_groups_and_rank_0_of_a_sunspot_run_are_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     states = [(RunState.RUNNING, "2 workers train")]
     cluster, storage = SimpleNamespace(trouble=""), SimpleNamespace(trouble="")
     snapshot = SimpleNamespace(state=lambda: states[-1], cluster=cluster, storage=storage)
@@ -193,7 +195,7 @@ def test_groups_and_rank_0_of_a_sunspot_run_are_read(monkeypatch: pytest.MonkeyP
     assert ours.groups()
 
 
-def test_rank_0_of_the_stock_loop_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_of_the_stock_ray_train_loop_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scripts.subjects, "pods", lambda job, namespace: PODS)
     stock = Stock(JobRequest("kind", {"RUN_NAME": "mnist", "NUM_WORKERS": "2..3"}))
     assert (stock.job, stock.workers, stock.rank0()) == ("mnist-stock", 3, "")
@@ -202,8 +204,8 @@ def test_rank_0_of_the_stock_loop_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     assert stock.rank0() == "b"
 
 
-def test_workers_of_the_stock_loop_get_the_same_pods_as_sunspot_workers(tmp_path: Path) -> None:
-    """Check a profile that gives each worker its own node, so that a loss is one worker. The head is not affected."""
+def test_workers_of_the_stock_ray_train_loop_get_the_same_pods_as_sunspot_workers(tmp_path: Path) -> None:
+    """The profile changes the worker pods of the stock loop, too. It does not change the head."""
     profile = tmp_path / "spread.yaml"
     profile.write_text("extends: kind\nworker: {pod: {spec: {securityContext: {runAsUser: 7}}}}\n")
     _, job = Stock(JobRequest(str(profile), {"RUN_NAME": "mine", "NUM_WORKERS": "2"})).objects
@@ -212,8 +214,7 @@ def test_workers_of_the_stock_loop_get_the_same_pods_as_sunspot_workers(tmp_path
     assert workers["securityContext"] == {**head["securityContext"], "runAsUser": 7} != head["securityContext"]
 
 
-def test_the_stock_loop_uses_the_defaults_of_ray_and_kuberay() -> None:
-    """The stock loop must use the defaults of Ray and KubeRay."""
+def test_the_stock_ray_train_loop_uses_the_defaults_of_ray_and_kuberay() -> None:
     text = STOCK.read_text()
     spec = yaml.safe_load(text)["spec"]
     assert set(spec) == {"submissionMode", "entrypoint", "rayClusterSpec"}

@@ -217,7 +217,7 @@ def test_only_the_submitter_has_permissions() -> None:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_network_policies_and_disruption_budget_select_the_pods(profile: str) -> None:
+def test_the_network_policies_and_the_disruption_budget_select_the_pods_of_a_run(profile: str) -> None:
     elastic = render(profile, in_pods(profile, "1..2"))
     head, workers = (
         {**group["template"]["metadata"]["labels"], "ray.io/node-type": kind}
@@ -476,7 +476,7 @@ def check_restricted(rendered: Rendered) -> None:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_every_job_has_the_fields_that_runs_rely_on(profile: str) -> None:
+def test_every_rendered_job_has_the_fields_that_a_run_needs(profile: str) -> None:
     rendered = render(profile, {})
     spec = rendered.manifest["spec"]
     assert spec["submissionMode"] == "HTTPMode"
@@ -657,7 +657,7 @@ def test_the_head_can_be_evictable(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("profile", sorted(set(GPU_PROFILES) - set(NODE_PROFILES)))
-def test_each_gpu_gets_a_worker(profile: str) -> None:
+def test_each_gpu_gets_one_worker(profile: str) -> None:
     rendered = render(profile, {"NUM_WORKERS": "3"})
     _, group = groups_of(rendered)
     pod = group["template"]["spec"]
@@ -821,7 +821,7 @@ def _paths(source: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_placement_sets_topology_spread_or_affinity(profile: str) -> None:
+def test_the_placement_of_a_profile_sets_topology_spread_or_affinity(profile: str) -> None:
     rendered = render(profile, {"RUN_NAME": "mine"})
     pod = pods_of(rendered)[1]
     selector = {
@@ -843,7 +843,7 @@ def test_placement_sets_topology_spread_or_affinity(profile: str) -> None:
     assert any(value.name == "placement" and ": " in value.source for value in rendered.derived)
 
 
-def test_zone_placement_requires_all_pods_in_one_zone(tmp_path: Path) -> None:
+def test_zone_placement_requires_all_pods_to_be_in_one_zone(tmp_path: Path) -> None:
     rendered = render(own_profile(tmp_path, "extends: gke-spot\nworker: {placement: zone}"), {"RUN_NAME": "mine"})
     [head, pod] = pods_of(rendered)
     assert list(pod["affinity"]["podAffinity"]) == ["requiredDuringSchedulingIgnoredDuringExecution"]
@@ -1145,7 +1145,7 @@ def test_a_job_for_an_existing_cluster_creates_no_pods() -> None:
         ("./nowhere.yaml", {}, {}, "nowhere.yaml: No such file"),
     ],
 )
-def test_invalid_settings_are_rejected_with_a_fix(
+def test_errors_about_invalid_settings_include_the_fix(
     profile: str, settings: dict[str, str], options: dict[str, Any], told: str
 ) -> None:
     assert re.search(told, refusal(profile, settings, **options))
@@ -1242,7 +1242,7 @@ def test_invalid_settings_are_rejected_with_a_fix(
         ),
     ],
 )
-def test_an_invalid_profile_is_rejected_with_a_fix(tmp_path: Path, text: str, told: str) -> None:
+def test_errors_about_an_invalid_profile_include_the_fix(tmp_path: Path, text: str, told: str) -> None:
     said = refusal(own_profile(tmp_path, text), {})
     assert re.search(told, said)
     assert "abcd" not in said, "a credential is not repeated"
@@ -1270,7 +1270,7 @@ def test_a_custom_profile_can_set_the_bucket_and_image(host: str, tmp_path: Path
     )
 
 
-def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
+def test_render_reports_all_problems_at_once(tmp_path: Path) -> None:
     text = refusal(own_profile(tmp_path, "worker: {memry: 1Gi, cpu: x}\nnotice: 3"), {})
     assert [re.split("[ =]", line.strip())[0] for line in text.splitlines()[1:]] == [
         "notice",
@@ -1307,7 +1307,7 @@ def test_strings_stay_strings_for_every_yaml_parser(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["10Gi", "250m", "s3://a/b", "a: b", "# a", "a\nb\n", " a", "é", "it's", '{"a": 1}'])
-def test_written_strings_are_read_back_unchanged(text: str) -> None:
+def test_strings_in_a_manifest_are_read_back_unchanged(text: str) -> None:
     assert yaml.safe_load(to_yaml({"value": text})) == {"value": text}
 
 
@@ -1445,7 +1445,7 @@ def test_render_writes_a_directory_for_gitops(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     "words", [["--set", "EPOCHS"], ["--set", "=3"], ["--run", ""], ["--storage", ""], ["--storage", "./runs"]]
 )
-def test_a_usage_error_prints_one_message(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+def test_render_prints_a_single_message_for_a_usage_error(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     code, out, err = sunspot(capsys, *words)
     assert (code, out) == (2, "")
     assert err.startswith("error: ")

@@ -76,7 +76,7 @@ def test_a_silent_but_busy_worker_is_not_replaced(time: list[float]) -> None:
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_waiting_for_a_worker_that_never_answers_is_limited(known: bool, time: list[float]) -> None:
+def test_the_wait_for_a_worker_that_never_answers_is_limited(known: bool, time: list[float]) -> None:
     silent = Worker("silent", None)
     end_lost([silent], (lambda: ["silent-1"]) if known else Mock(side_effect=OSError("the driver is gone")))
     assert silent.ended

@@ -243,7 +243,7 @@ def test_checkpoints_are_shown_with_their_states(run: Run) -> None:
     assert "Left out: 1 of superseded attempts." in text
 
 
-def test_a_changed_manifest_counts_as_damaged(run: Run) -> None:
+def test_the_report_shows_a_checkpoint_with_a_changed_manifest_as_damaged(run: Run) -> None:
     trained(run)
     damage(run, "step-00000188-attempt-0002", MANIFEST)
     page = made(run)
@@ -283,7 +283,7 @@ def test_the_report_of_a_live_run_counts_time_until_now(run: Run) -> None:
     assert page.figures["time"] > 1000, "its time ends now"
 
 
-def test_records_without_times_results_and_ranks_are_accepted(run: Run) -> None:
+def test_a_report_accepts_records_without_times_or_results_or_ranks(run: Run) -> None:
     report(run, start(begin(run), "job"), {"step": 1}, {"step": 2, "loss": 0.5}, {"step": 3, "learning_rate": 0.1})
     page = made(run)
     assert [chart.partition(";")[0] for chart in page.charts] == ["Loss over steps"]
@@ -568,8 +568,8 @@ def test_the_security_policy_blocks_scripts_and_remote_images(browser: Browser, 
     assert browser.run("return document.title") == "run: failed"
 
 
-def test_a_task_metric_can_be_named_few() -> None:
-    """A metric with this name does not hide means over enough rows."""
+def test_a_task_metric_named_few_does_not_affect_the_charts() -> None:
+    """The history's own mark for means over few rows is also called `few`, and is independent of the metric."""
     history = History()
     for step in (1, 2):
         history.add(

@@ -223,7 +223,7 @@ def test_the_last_step_of_a_lost_rank_is_not_shown_as_progress(
     ]
 
 
-def test_the_speed_is_computed_within_one_worker_group() -> None:
+def test_the_speed_is_not_computed_across_two_worker_groups() -> None:
     """After a loss, the next group might already be past the lost step when it is first observed."""
     lines = Lines(60, 60)
     states = [(1, 31, 100.0), (1, 41, 105.0), (2, 42, 145.0), (2, 46, 147.0)]

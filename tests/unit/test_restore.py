@@ -75,7 +75,7 @@ def begin_start(run: Run, *copies: MemorySnapshot | None) -> StartPoint:
     return found
 
 
-def test_a_group_starts_from_the_newer_of_storage_and_memory(run: Run) -> None:
+def test_a_group_starts_from_the_newest_state_in_storage_or_memory(run: Run) -> None:
     first = start(run, "me")
     commit(run, first, 5)
     found = begin_start(run, None, copy(1, 7), copy(1, 9))
@@ -228,7 +228,7 @@ def test_a_checkpoint_is_preferred_to_an_in_memory_copy_that_was_not_evaluated(r
     assert begin_start(run, copy(1, 5, evaluated=True)).copy
 
 
-def test_the_checkpoint_a_run_starts_from_is_not_deleted_while_it_is_verified(
+def test_the_starting_checkpoint_of_a_run_is_not_deleted_while_it_is_verified(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The previous owner commits and deletes expired checkpoints while its successor reads the newest one."""
@@ -515,7 +515,7 @@ def test_a_pause_does_not_count_as_lost_time() -> None:
 
 
 def test_time_until_a_lost_run_is_started_again_counts_as_a_pause() -> None:
-    """Its nodes are gone by that time, unless the operator has only replaced its head."""
+    """The run's nodes are gone by that time, unless the operator has only replaced the head."""
     lost = Status(RunState.RUNNING, "before", time=50.0, step=14)
     now = replace(a_start(claimed_by("new", at(2, 9000, step=14)), at(1, 10)), past=PastRecords(other=lost))
     receipt = make_receipt(now, TrainingState(taken=40.0), first_incident(now), 9010.0)

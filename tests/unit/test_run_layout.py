@@ -159,7 +159,7 @@ def test_a_recorded_error_keeps_its_class(run: Run) -> None:
 
 
 @given(st.integers(0, 10**10), st.integers(1, 10**6))
-def test_a_checkpoint_name_contains_step_and_attempt(step: int, attempt: int) -> None:
+def test_the_name_of_a_checkpoint_contains_its_step_and_attempt(step: int, attempt: int) -> None:
     assert (step_of(checkpoint_name(step, attempt)), attempt_of(checkpoint_name(step, attempt))) == (step, attempt)
 
 

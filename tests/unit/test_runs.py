@@ -91,7 +91,7 @@ def test_a_submitted_run_is_found_before_its_driver_starts(tmp_path: Path) -> No
         find_run("another", str(tmp_path))
 
 
-def test_runs_are_listed_even_if_one_has_a_damaged_status(run: Run) -> None:
+def test_runs_are_listed_even_if_one_of_them_has_a_damaged_status(run: Run) -> None:
     other = Run(run.storage, "other")
     write_status(run, RUNNING)
     run.storage.write(other.key("status/attempt-0000-00000000.json"), b'{"state": "dancing", "owner": "x"}')

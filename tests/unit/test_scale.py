@@ -80,8 +80,8 @@ def ray(cluster: FakeCluster, run: Run, set_constants: SetConstants) -> ElasticC
     return ElasticCluster(cluster)
 
 
-def test_the_pods_of_workers_that_have_left_are_given_back(run: Run, sunspot: Command, ray: ElasticCluster) -> None:
-    """Ray's autoscaler may then not replace them, although Ray Train still reserves resources for these workers."""
+def test_scale_releases_the_pods_of_workers_that_have_left(run: Run, sunspot: Command, ray: ElasticCluster) -> None:
+    """Ray's autoscaler must not replace the pods, although Ray Train still reserves resources for their workers."""
     train(run)
     ray.on_request = lambda: ray.patches or train(run, hosts=("worker-c", "worker-a"))
     assert sunspot("scale", "run", "1..2", "--json") == 0, sunspot.err
@@ -94,7 +94,7 @@ def test_the_pods_of_workers_that_have_left_are_given_back(run: Run, sunspot: Co
     assert ray.group["scaleStrategy"] == {"workersToDelete": ["worker-b", "worker-d"]}
 
 
-def test_requesting_the_full_num_workers_range_undoes_a_request(
+def test_requesting_the_full_num_workers_range_undoes_an_earlier_scale_request(
     run: Run, sunspot: Command, ray: ElasticCluster
 ) -> None:
     train(run, hosts=("worker-a", "worker-c"))
@@ -109,7 +109,7 @@ def test_requesting_the_full_num_workers_range_undoes_a_request(
     assert ray.group["replicas"] == 2, "the autoscaler adds pods itself"
 
 
-def test_a_ray_cluster_that_changes_at_the_same_time_is_read_again(
+def test_scale_tries_again_if_the_ray_cluster_changes_at_the_same_time(
     run: Run, sunspot: Command, ray: ElasticCluster
 ) -> None:
     train(run, hosts=("worker-a",))
@@ -121,7 +121,7 @@ def test_a_ray_cluster_that_changes_at_the_same_time_is_read_again(
     assert "changed during 5 attempts; try again" in sunspot.err
 
 
-def test_scale_stores_no_request_if_it_may_not_release_pods(
+def test_scale_stores_no_request_if_the_user_is_not_allowed_to_release_pods(
     run: Run, sunspot: Command, ray: ElasticCluster, cluster: FakeCluster
 ) -> None:
     train(run)
@@ -132,7 +132,9 @@ def test_scale_stores_no_request_if_it_may_not_release_pods(
     assert read_scale(run) is None
 
 
-def test_scale_gives_up_if_workers_do_not_leave_in_time(run: Run, sunspot: Command, ray: ElasticCluster) -> None:
+def test_scale_gives_up_if_workers_do_not_leave_within_the_timeout(
+    run: Run, sunspot: Command, ray: ElasticCluster
+) -> None:
     train(run)
     assert sunspot("scale", "run", "2", "--timeout", "0.1") == 5
     assert "after 0 s, 4 workers are still training, but the requested number is 2; the excess" in sunspot.err
@@ -151,7 +153,7 @@ def test_scale_gives_up_if_workers_do_not_leave_in_time(run: Run, sunspot: Comma
         ("1..4", RunState.RUNNING, "0", 2, "0: must be a number of workers >= 1, or a range"),
     ],
 )
-def test_a_run_that_cannot_be_scaled_or_an_invalid_number_is_rejected(
+def test_scale_rejects_an_invalid_number_or_a_run_that_cannot_be_scaled(
     scalable: str, state: RunState, wanted: str, code: int, said: str, run: Run, sunspot: Command
 ) -> None:
     begin(run)
@@ -162,7 +164,7 @@ def test_a_run_that_cannot_be_scaled_or_an_invalid_number_is_rejected(
     assert read_scale(run) is None
 
 
-def test_a_number_of_workers_that_would_split_a_replica_is_refused(run: Run, sunspot: Command) -> None:
+def test_scale_refuses_a_number_of_workers_that_would_split_a_replica(run: Run, sunspot: Command) -> None:
     begin(run)
     settings = {"SUNSPOT_NUM_WORKERS": "2..8", "SUNSPOT_PARALLEL": "hsdp", "SUNSPOT_SHARD_DEGREE": "2"}
     start(run, "host-1-abc", world_size=4, settings=settings)
@@ -174,7 +176,7 @@ def test_a_number_of_workers_that_would_split_a_replica_is_refused(run: Run, sun
     assert read_scale(run)
 
 
-def test_a_run_in_restart_mode_is_refused(run: Run, sunspot: Command) -> None:
+def test_scale_refuses_a_run_in_restart_mode(run: Run, sunspot: Command) -> None:
     begin(run)
     start(run, "host-1-abc", world_size=2, settings={"SUNSPOT_NUM_WORKERS": "1..4"})
     set_status(run, RunState.RUNNING, owner="host-1-abc", world_size=2)
@@ -182,14 +184,14 @@ def test_a_run_in_restart_mode_is_refused(run: Run, sunspot: Command) -> None:
     assert "its workers cannot leave or join while others train" in sunspot.err
 
 
-def test_an_unknown_run_is_not_found(sunspot: Command) -> None:
+def test_scale_reports_that_an_unknown_run_is_not_found(sunspot: Command) -> None:
     assert sunspot("scale", "absent", "2") == 3
 
 
-def test_status_compares_the_workers_with_the_request(
+def test_status_compares_the_number_of_workers_with_the_scale_request(
     run: Run, sunspot: Command, ray: ElasticCluster, cluster: FakeCluster
 ) -> None:
-    """A run that trains with as many workers as asked does not lack any."""
+    """No worker is reported as missing if as many workers train as the request allows."""
     job = cluster.jobs[JOB]
     job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]["env"][0]["value"] = "1..4"
     train(run, hosts=("worker-a", "worker-b"))
@@ -214,19 +216,21 @@ def test_status_compares_the_workers_with_the_request(
         (ScaleRequest("many", "1..4"), GIVEN),
     ],
 )
-def test_only_a_valid_request_for_the_current_num_workers_has_an_effect(
+def test_only_a_valid_scale_request_for_the_current_num_workers_has_an_effect(
     request_: ScaleRequest | None, workers: WorkerRange
 ) -> None:
     assert narrowed(GIVEN, request_) == workers
 
 
-def test_a_request_never_splits_a_replica() -> None:
+def test_a_scale_request_never_splits_a_replica() -> None:
     given = WorkerRange(2, 8, multiple=2)
     assert narrowed(given, ScaleRequest("3..5", "2..8")) == WorkerRange(4, 4, multiple=2)
     assert narrowed(given, ScaleRequest("3", "2..8")) == WorkerRange(2, 2, multiple=2)
 
 
-def test_the_last_known_request_stays_in_force_while_storage_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_known_scale_request_stays_in_force_while_storage_fails(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wanted = WantedWorkers(run, GIVEN)
     assert (wanted.range, wanted.narrowed) == (GIVEN, False)
     request_scale(run, ScaleRequest("1..2", "1..4", "me@laptop"))
@@ -248,7 +252,7 @@ def test_the_last_known_request_stays_in_force_while_storage_fails(run: Run, mon
     assert wanted.describe() == "because SUNSPOT_NUM_WORKERS=1..4"
 
 
-def test_the_driver_passes_each_change_of_the_request_on_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_driver_passes_on_each_change_of_the_scale_request_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     control = LocalControl()
     wanted = WantedWorkers(run, GIVEN)
     now = [0.0]

@@ -140,7 +140,7 @@ def test_an_invalid_search_expression_is_reported_with_the_fix(text: str, fix: s
     assert line.startswith(f"SUNSPOT_LEARNING_RATE={text}: {fix}")
 
 
-def test_all_problems_of_a_search_are_reported_at_once() -> None:
+def test_all_problems_of_a_search_are_reported_in_one_error() -> None:
     lines = problems(LEARNING_RATE="uniform(2,1)", NUM_WORKERS="choice(1,2)", RUN_NAME="choice(a,b)")
     assert len(lines) == 3
     assert "SUNSPOT_NUM_WORKERS=choice(1,2): a search can only vary TASK, " in lines[1]
@@ -239,7 +239,7 @@ def test_an_invalid_search_space_is_not_rendered() -> None:
         render("kind", {"SUNSPOT_LEARNING_RATE": "uniform(1)"})
 
 
-def test_search_dimensions_are_found_without_other_settings() -> None:
+def test_search_dimensions_are_found_in_an_incomplete_set_of_settings() -> None:
     assert [d.name for d in find_dimensions(SPACE)] == ["TASK_ARGS.width", "LEARNING_RATE"]
 
 

@@ -68,12 +68,12 @@ CONTRACT = {
 }
 
 
-def test_defaults_match_the_contract() -> None:
+def test_the_defaults_of_the_settings_have_not_changed() -> None:
     environment = load_settings().environment()
     assert {name: environment[PREFIX + name] for name in CONTRACT} == CONTRACT
 
 
-def test_all_problems_are_reported_at_once_without_importing_torch_or_ray() -> None:
+def test_all_invalid_settings_are_reported_at_once_without_importing_torch_or_ray() -> None:
     wrong = {
         "SUNSPOT_EPOCHS": "two",
         "SUNSPOT_NUM_WORKERS": "8..2",

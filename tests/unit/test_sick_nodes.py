@@ -37,7 +37,7 @@ THREE = worker_group(7, "a", "b", "c")
 
 
 def window(number: int, *forward_s: float, attempt: int = 7, step_s: float = 0.0) -> StepTimes:
-    """Return a window whose steps take as long as the slowest rank needs for three times its forward passes."""
+    """Return a window of steps. By default, they take three times as long as the slowest rank's forward passes."""
     return StepTimes(attempt, number * EVERY_S, EVERY_S, step_s or 3 * max(forward_s), forward_s)
 
 
@@ -46,7 +46,7 @@ def windows(count: int, *forward_s: float, **more: Any) -> list[StepTimes]:
 
 
 def find(windows: Sequence[StepTimes], group: WorkerGroup = THREE, least: int = 1) -> str | None:
-    """Return the node that a group leaves, if each node has one worker."""
+    """Return the sick node that a group should leave, or None. Each node has one worker by default."""
     sick = find_sick_node(windows, group, lambda node: group.world_size - 1, least)
     return sick.node if sick else None
 
@@ -55,7 +55,7 @@ ENOUGH = int(SICK_AFTER_S / EVERY_S) + 1
 """Number of windows, including the first one, after which a node can be sick."""
 
 
-def test_a_node_that_was_slow_for_minutes_is_left_with_a_reason() -> None:
+def test_a_node_that_was_slow_for_minutes_counts_as_sick_with_a_reason() -> None:
     sick = find_sick_node(windows(ENOUGH, FAST, FAST, 0.4), THREE, lambda node: 2, 2)
     times = "its forward passes took 0.4 s a step, and those of the other nodes took at most 0.2 s"
     assert sick == SickNode("c", f"{times}, in 18 of 18 windows of 3 min")
@@ -81,15 +81,15 @@ CASES: dict[str, list[StepTimes]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_no_node_is_left(name: str) -> None:
+def test_no_node_counts_as_sick_without_sufficient_evidence(name: str) -> None:
     assert find(CASES[name]) is None
 
 
-def test_a_short_pause_does_not_hide_a_sick_node() -> None:
+def test_a_slow_node_counts_as_sick_even_if_it_is_sometimes_fast() -> None:
     assert find([window(n, FAST, FAST, 0.4 if n % 6 else FAST) for n in range(29)]) == "c"
 
 
-def test_a_node_is_as_slow_as_its_slowest_worker() -> None:
+def test_a_node_counts_as_slow_as_its_slowest_worker() -> None:
     """The slowest worker of the node differs between windows."""
     group = WorkerGroup(7, 6, dict(enumerate("aabbcc")))
     slow = [window(n, *[FAST] * 4, *((0.5, FAST) if n % 2 else (FAST, 0.5))) for n in range(30)]
@@ -107,7 +107,7 @@ def test_a_node_is_as_slow_as_its_slowest_worker() -> None:
     ],
 )
 def test_a_worker_with_more_rows_is_not_a_straggler(rows: list[int], seconds: list[float]) -> None:
-    """The seconds of the third case include the same half second for any number of rows."""
+    """Half a second of each forward pass does not depend on the number of rows in the third case."""
     ranks = {"rows": [10 * each for each in rows], "forward_s": [10 * each for each in seconds], "steps_s": [30.0] * 3}
     records = [{"time": EVERY_S * number, "seconds": EVERY_S, "steps": 10} for number in range(30)]
     assert find([step_times(7, record, ranks) for record in records]) is None
@@ -115,11 +115,11 @@ def test_a_worker_with_more_rows_is_not_a_straggler(rows: list[int], seconds: li
     assert find([step_times(7, record, ranks) for record in records]) == "a"
 
 
-def test_a_group_on_one_node_leaves_nothing() -> None:
+def test_a_group_on_a_single_node_has_no_sick_node() -> None:
     assert find(windows(30, FAST, 0.9), WorkerGroup(7, 2, {0: "a", 1: "a"})) is None
 
 
-def test_under_hsdp_the_workers_of_a_whole_replica_count_as_leaving() -> None:
+def test_under_hsdp_leaving_a_node_costs_the_group_whole_replicas() -> None:
     membership = Membership(6, degree=2)
     for number, node in enumerate("aabbcd"):
         membership.enter(Member(f"{number}", node, f"{number}"))
@@ -135,7 +135,7 @@ times = st.floats(0.1, 1.0)
 
 
 @given(st.lists(times, min_size=2, max_size=8), st.lists(st.floats(0.95, 1.05), min_size=30, max_size=30))
-def test_a_run_whose_workers_all_become_slow_leaves_nobody(noise: list[float], slowness: list[float]) -> None:
+def test_no_node_counts_as_sick_if_all_workers_become_slow(noise: list[float], slowness: list[float]) -> None:
     """The workers differ by up to 10 %, and all of them change together."""
     group = worker_group(7, *map(str, range(len(noise))))
     found = find(
@@ -145,10 +145,10 @@ def test_a_run_whose_workers_all_become_slow_leaves_nobody(noise: list[float], s
 
 
 @given(st.lists(st.sampled_from([1.0, 1.1, 2.0, 4.0]), min_size=2, max_size=8), st.integers(1, 8), st.booleans())
-def test_a_run_never_shrinks_below_its_fewest_workers_and_leaves_nodes_seldom(
+def test_a_run_keeps_its_minimum_number_of_workers_and_rarely_leaves_a_node(
     slowness: list[float], least: int, again: bool
 ) -> None:
-    """Each change of the group begins a new attempt. A node that was left may come back, just as slow."""
+    """Each change of the group begins a new attempt. A node that the run has left can come back as slow as before."""
     nodes = {str(number): FAST * factor for number, factor in enumerate(slowness)}
     sick_nodes = SickNodes()
     left_at: list[float] = []
@@ -223,7 +223,7 @@ def test_the_driver_leaves_a_sick_node_and_uses_other_nodes_later(monkeypatch: p
     assert after(supervisor.SHORT_S + 1).world_size == 2, "room on other nodes is used by a restart"
 
 
-def test_no_node_is_left_while_another_one_is_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_does_not_leave_a_sick_node_while_another_node_is_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
     after, parts = supervise(monkeypatch, SickNode("c", "it is slow"))
     parts.draining["b"] = None
     after(supervisor.SICK_CHECK_EVERY_S)

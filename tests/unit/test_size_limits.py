@@ -158,7 +158,7 @@ def test_reading_beyond_the_budget_raises_an_error() -> None:
 # -------------------------------------------------------------------------------------------------------------- metrics
 
 
-def test_a_report_with_thousands_of_metrics_is_fast_and_counts_the_omitted_ones(
+def test_a_report_with_thousands_of_metrics_is_fast_and_counts_the_omitted_metrics(
     run: Run, sunspot: Command, tmp_path: Path
 ) -> None:
     trained(run)

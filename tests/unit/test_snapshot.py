@@ -159,8 +159,8 @@ def test_the_newest_copy_is_kept_until_a_newer_copy_is_complete() -> None:
     assert len(list(second.memory.directory.glob("slot-*.json"))) == 1
 
 
-def test_a_copy_is_dropped_if_collectives_were_aborted_before_it_ended() -> None:
-    """Its step may be undone. The sums in a copy for storage are known to be complete."""
+def test_a_copy_is_dropped_if_collectives_were_aborted_before_it_was_complete() -> None:
+    """The copy's step may be undone. A copy for storage is kept, because its gradient sums are complete."""
     trainee = Trainee()
     trainee.snapshots = trainee.make_snapshots(sums=SimpleNamespace(aborted=False))
     trainee.train()
@@ -175,7 +175,7 @@ def test_a_copy_is_dropped_if_collectives_were_aborted_before_it_ended() -> None
     assert find_snapshot(RUN).snapshot.step == 3
 
 
-def test_a_running_process_keeps_its_directory() -> None:
+def test_the_directory_of_a_running_process_is_not_removed() -> None:
     one, other = Trainee(1), Trainee(2)
     assert one.memory.directory != other.memory.directory
     for trainee in (one, other):
@@ -701,7 +701,7 @@ def test_copies_can_only_be_read_by_their_user(shared_memory: Path) -> None:
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_heartbeats_outlive_the_process() -> None:
+def test_heartbeats_in_shared_memory_outlive_their_process() -> None:
     trainee = Trainee()
     trainee.memory.heartbeat(1, 41)
     trainee.memory.heartbeat(1, 42)
@@ -740,7 +740,9 @@ dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 4), max_size=3), dtypes), max_size=8), st.integers(0, 99))
-def test_any_tensors_can_be_restored_from_a_slot(shapes: list[tuple[list[int], torch.dtype]], seed: int) -> None:
+def test_tensors_of_any_shape_and_type_can_be_restored_from_a_memory_slot(
+    shapes: list[tuple[list[int], torch.dtype]], seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     tensors = [torch.randint(0, 2, shape, generator=generator).to(dtype) for shape, dtype in shapes]
     state = {"a": tensors[:3], "b": {7: tuple(tensors[3:]), "number": 1.5, "none": None}}

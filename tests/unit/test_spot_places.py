@@ -50,7 +50,7 @@ def test_the_chosen_places_meet_every_deadline_at_half_the_price_of_the_reliable
     assert lines["fixed in wild"][-1] != "0 of 40"
 
 
-def test_no_journey_is_cheaper_than_the_oracle(folder: Path) -> None:
+def test_no_simulated_run_is_cheaper_than_the_oracle(folder: Path) -> None:
     trace = read_trace(folder)
     move = plan_move(1e9, 100e6, 0.05, trace.step_s)
     for start in range(0, 150, 30):
@@ -64,7 +64,7 @@ def test_no_journey_is_cheaper_than_the_oracle(folder: Path) -> None:
         assert least == sorted(least, reverse=True)
 
 
-def test_the_choices_do_not_depend_on_the_future(folder: Path) -> None:
+def test_the_choice_of_a_place_does_not_depend_on_the_future(folder: Path) -> None:
     trace = read_trace(folder)
     now = 20
 

@@ -171,7 +171,7 @@ def state_of(stored: str, deployment: str, ray: str) -> RunState:
 
 
 @pytest.mark.parametrize("stored", STORED)
-def test_the_first_matching_rule_determines_the_state(stored: str) -> None:
+def test_the_first_matching_rule_determines_the_state_of_a_run(stored: str) -> None:
     for deployment, ray in itertools.product(DEPLOYMENT_STATUSES, JOB_STATUSES):
         rule, expected = next((rule, state) for rule, holds, state in RULES if holds(stored, deployment, ray))
         assert state_of(stored, deployment, ray) is expected, (rule, deployment, ray)
@@ -309,7 +309,7 @@ def test_an_exceeded_deadline_is_a_failure_even_if_the_ray_job_runs() -> None:
     )
 
 
-def test_the_message_of_the_program_takes_precedence_over_that_of_the_operator() -> None:
+def test_the_message_of_the_program_takes_precedence_over_the_message_of_the_operator() -> None:
     failed = job("Failed", "FAILED", reason="AppFailed", message="Job entrypoint command failed with exit code 1")
     own = status(RunState.FAILED, reason="row 7 of train.parquet has no label")
     assert judge(failed, status=own, now=NOW)[1] == "row 7 of train.parquet has no label"
@@ -435,7 +435,7 @@ def test_the_reason_says_why_a_run_is_pending(pods: list[dict[str, Any]], said: 
         assert part in reason
 
 
-def test_one_group_can_wait_for_pods_while_another_trains() -> None:
+def test_one_worker_group_can_wait_for_pods_while_another_trains() -> None:
     of_two = replace(job(), training_groups=("workers", "workers-2"))
     pods = [view(raw) for raw in (head(), worker(1), worker(2, UNSCHEDULABLE))]
     state, reason = judge(of_two, pods, status=status(RunState.RUNNING, world_size=1), now=NOW)
@@ -474,7 +474,7 @@ def test_pods_of_an_earlier_attempt_do_not_count() -> None:
 
 
 @pytest.mark.parametrize(("ago", "answers"), [(-20, True), (20, True), (60, False)])
-def test_the_reason_names_the_node_of_a_head_being_deleted(ago: float, answers: bool) -> None:
+def test_the_reason_names_the_node_of_a_head_that_is_being_deleted(ago: float, answers: bool) -> None:
     ending = head()
     ending["metadata"]["deletionTimestamp"] = timestamp(NOW - ago)
     last = status(RunState.RUNNING, age=100)
@@ -495,7 +495,7 @@ def test_pod_problems_are_reported_while_a_run_trains() -> None:
 
 
 def test_a_status_written_before_the_job_existed_is_ignored() -> None:
-    """A deleted RayJob of the same name wrote it."""
+    """A deleted RayJob with the same name wrote the status."""
     old = status(RunState.SUCCEEDED, owner="run-1", age=NOW - CREATED + 2 * CLOCK_SKEW_S)
     assert judge(job(), status=old, now=NOW)[0] is RunState.STARTING
     assert judge(job(), status=status(RunState.SUCCEEDED, owner="run-1"), now=NOW)[0] is RunState.SUCCEEDED

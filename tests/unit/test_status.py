@@ -117,7 +117,7 @@ def test_a_frozen_driver_writes_nothing_after_a_takeover(run: Run, clock: Clock)
     assert [(entry.key, entry.version) for entry in list_statuses(run)] == before
 
 
-def test_each_driver_start_of_a_job_has_its_own_status(run: Run) -> None:
+def test_each_driver_of_a_restarted_job_has_its_own_status(run: Run) -> None:
     """The operator restarts the job's driver if the head does not answer, but the old head can come back."""
     frozen = DriverStatusWriter(run, OLD)
     write_status(run, replace(NEW, owner=OLD.owner))
@@ -281,7 +281,7 @@ def test_the_status_of_the_driver_wins_if_both_writes_have_the_same_time() -> No
     assert [newest_status(order) for order in (listed, listed[::-1])] == [listed[1], listed[1]]
 
 
-def test_newest_status_can_be_limited_to_one_driver_or_exclude_it() -> None:
+def test_the_search_for_the_newest_status_can_include_or_exclude_a_single_driver() -> None:
     """A driver's end only hides the driver's own objects."""
     listed = [entry_of(f"0001-{A}-ended", 1.0), entry_of(f"0002-{B}", 2.0), entry_of(f"0001-{A}-workers", 3.0)]
     assert newest_status(listed, driver=A) == newest_status(listed, other_than=B) == listed[0]
@@ -433,7 +433,7 @@ def test_clock_skew_on_the_reader_does_not_make_a_live_run_silent(
 
 
 def test_a_stale_nfs_cache_does_not_make_a_run_silent(run: Run, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client returns the names and times that it saw first until this machine changes the directory."""
+    """The NFS client returns outdated names and times until this machine changes the directory."""
     write_status(run, OLD)
     usual = LocalStorage.list
     seen = LocalStorage.list(run.storage, "run")

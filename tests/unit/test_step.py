@@ -130,7 +130,7 @@ def test_workers_do_not_join_or_leave_during_an_evaluation(group: dist.ProcessGr
 
 
 @pytest.mark.parametrize(("parallel", "copied"), [("ddp", False), ("fsdp", True), ("hsdp", False)])
-def test_a_state_without_replicas_is_copied_before_the_group_changes(
+def test_a_sharded_state_without_replicas_is_copied_before_the_group_changes(
     parallel: str, copied: bool, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This holds even while the previous copy is running, because all workers return to the newest copy."""
@@ -419,7 +419,7 @@ def test_a_step_does_not_wait_for_the_gpu(group: dist.ProcessGroup) -> None:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_step_draws_the_numbers_that_the_seed_functions_would_give() -> None:
+def test_seeding_a_step_gives_the_same_numbers_as_the_seed_function_of_each_library() -> None:
     seed_generators(3, 7, 1)
     drawn = torch.rand(4), np.random.rand(), random.random()
     word = seed_of(3, 7, 1)

@@ -345,7 +345,9 @@ def test_retries_share_one_time_limit_even_if_they_hang() -> None:
     hangs.set()
 
 
-def test_work_that_makes_progress_can_exceed_the_limit(set_constants: SetConstants, warned: list[str]) -> None:
+def test_an_operation_that_makes_progress_can_take_longer_than_the_limit(
+    set_constants: SetConstants, warned: list[str]
+) -> None:
     set_constants(sunspot.storage.limits, WARN_AFTER_S=0.05)
 
     def answers() -> str:
@@ -612,7 +614,7 @@ def write_parts(storage: Storage, parts: int = 3) -> str:
     return writer.sha256
 
 
-def test_growing_part_sizes_allow_objects_of_5_tib(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_part_sizes_grow_so_that_an_object_can_have_5_tib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     sizes = [module.part_size(number) for number in range(1, 10_001)]
     assert sum(sizes) >= 5 << 40
@@ -657,7 +659,7 @@ def test_a_writer_detects_whether_the_server_verifies_parts(
 
 
 @pytest.mark.parametrize("fault", [s3.answer(403, "AccessDenied"), s3.answer(400, "InvalidRequest"), s3.reset])
-def test_rejecting_a_part_for_another_reason_does_not_prove_that_parts_are_verified(
+def test_a_part_rejected_for_another_reason_does_not_show_that_the_server_verifies_parts(
     fault: s3.Fault,
     s3_storage: S3Storage,
     s3_proxy: FaultProxy,

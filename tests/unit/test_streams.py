@@ -74,7 +74,7 @@ def test_a_full_disk_is_reported(lines: int) -> None:
     assert (code, said) == (4, f"a terminal to ask at: False\n{FULL}")
 
 
-def test_a_closed_stream_behaves_like_an_empty_one() -> None:
+def test_a_command_works_even_if_its_standard_streams_are_closed() -> None:
     assert run_with("<&- >&-") == (0, "", "a terminal to ask at: False\n")
     code, shown, _ = run_with("2>&-")
     assert (code, shown) == (0, "a pod \u2192 \u6c49 \\u202e a name\n")

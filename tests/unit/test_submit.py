@@ -125,7 +125,7 @@ def test_a_dry_run_changes_nothing(cluster: FakeCluster, sunspot: Command) -> No
     assert sunspot.run.storage.list("") == []
 
 
-def test_a_search_is_submitted_through_its_environment_and_listed(
+def test_a_search_is_submitted_with_its_settings_in_the_environment_and_is_listed(
     cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SUNSPOT_LEARNING_RATE", "loguniform(1e-4,1e-2)")
@@ -311,7 +311,7 @@ def test_submit_wait_returns_the_outcome_of_the_run(cluster: FakeCluster, sunspo
 # ------------------------------------------------------------------------------------------------------------ preflight
 
 
-def test_all_problems_are_reported_at_once(cluster: FakeCluster, sunspot: Command) -> None:
+def test_submit_reports_all_problems_at_once(cluster: FakeCluster, sunspot: Command) -> None:
     cluster.objects.clear()
     cluster.objects.add(CORE)
     cluster.forbidden |= {"create rayjobs", "list pods"}
@@ -329,7 +329,7 @@ def test_all_problems_are_reported_at_once(cluster: FakeCluster, sunspot: Comman
     assert writes(cluster) == []
 
 
-def test_an_object_that_the_user_cannot_read_causes_a_warning(cluster: FakeCluster, sunspot: Command) -> None:
+def test_submit_warns_about_an_object_that_the_user_cannot_read(cluster: FakeCluster, sunspot: Command) -> None:
     cluster.forbidden |= {f"{CORE}/secrets/sunspot-storage", CORE}
     assert sunspot.submit("--image", "sunspot") == 0
     assert "this user cannot see whether Secret sunspot-storage exists; pods cannot start without it" in sunspot.err
@@ -691,7 +691,7 @@ ELSEWHERE = {
 
 
 @pytest.mark.parametrize("place", ELSEWHERE)
-def test_a_run_that_is_live_elsewhere_is_taken_over_only_with_take_over(
+def test_a_run_that_is_live_elsewhere_is_taken_over_only_with_the_take_over_option(
     cluster: FakeCluster, sunspot: Command, place: str
 ) -> None:
     cluster.documents[f"{CORE}/configmaps/kube-root-ca.crt"] = {"data": {"ca.crt": "A"}}
@@ -711,7 +711,7 @@ def test_a_run_that_is_live_elsewhere_is_taken_over_only_with_take_over(
     assert sunspot.json["action"] == "attached"
 
 
-def test_a_run_with_a_silent_owner_is_taken_over_without_take_over(
+def test_a_run_with_a_silent_owner_is_taken_over_without_the_take_over_option(
     cluster: FakeCluster, sunspot: Command, set_constants: SetConstants
 ) -> None:
     write_status(sunspot.run, Status(RunState.RUNNING, "run-0#1a2b3c4d@teamb/ffffffffff"))

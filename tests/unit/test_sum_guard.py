@@ -179,7 +179,7 @@ def warmed_up(group: dist.ProcessGroup, **task_args: str) -> Learner:
 
 @pytest.mark.parametrize("way", ["weights", "weights by .data"])
 def test_a_step_that_changes_weights_early_is_never_cancelled(way: str, group: dist.ProcessGroup) -> None:
-    """Its change would remain. So the step waits for its sums, and if they are aborted, no state remains."""
+    """Cancelling would not undo the early change. If the step's gradient sums are aborted, no state remains."""
     calm = build_learner(group, way=way)
     states = {step: state_of(calm) for step, _ in enumerate(take_steps(join(calm, SumGuard(), 0), STEPS), 1)}
     ends = GroupOnDevice(warmed_up(group, way=way), math.inf).train(STEPS)
@@ -194,7 +194,7 @@ def test_a_step_that_changes_weights_early_is_never_cancelled(way: str, group: d
     assert None in left
 
 
-def test_a_custom_training_loop_waits_for_the_sums_of_each_step(group: dist.ProcessGroup) -> None:
+def test_a_custom_training_loop_waits_for_the_gradient_sums_of_each_step(group: dist.ProcessGroup) -> None:
     """The loop may change parameters after a step, which the device would not cancel."""
 
     class Waiting(SumGuard):
@@ -238,7 +238,7 @@ class OwnAdam(torch.optim.Adam):
 
 
 @pytest.mark.parametrize("reason", ["not fused", "own class", "own hook", "gloo", ""])
-def test_a_step_that_could_have_other_effects_is_not_cancelled(reason: str) -> None:
+def test_an_optimizer_step_that_could_have_other_effects_is_not_cancelled(reason: str) -> None:
     guard = make_guard(None if reason == "gloo" else CPU)
     kind = OwnAdam if reason == "own class" else torch.optim.Adam
     optimizer = kind(with_gradients(torch.nn.Parameter(torch.ones(2))), fused=reason != "not fused")
@@ -267,7 +267,7 @@ def test_an_aborted_broadcast_keeps_the_previous_values(aborted: bool) -> None:
     assert guard.await_sums() is not aborted
 
 
-def test_the_guard_knows_of_an_abort_before_a_connection_is_closed() -> None:
+def test_the_guard_learns_of_an_abort_before_a_connection_is_closed() -> None:
     class Watching(SumGuard):
         connected = False
 
@@ -286,7 +286,7 @@ def test_the_guard_knows_of_an_abort_before_a_connection_is_closed() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_reads_the_abort_word_only_when_its_queue_reaches_the_copy() -> None:
+def test_a_gpu_reads_the_abort_flag_only_when_its_queue_reaches_the_copy() -> None:
     device = torch.device("cuda")
     guard = SumGuard(device)
     [parameter] = with_gradients(torch.nn.Parameter(torch.ones(2, device=device)))

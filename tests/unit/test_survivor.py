@@ -45,8 +45,8 @@ def on_device(device: str, address: MembershipAddress, limit_s: float) -> Surviv
         return Survivor(address, limit_s)
 
 
-def test_a_process_keeps_its_own_state_until_it_loads_a_newer_one() -> None:
-    """Until then, the group can return to the older state. While the process loads, it has neither of them."""
+def test_a_process_keeps_its_own_state_until_it_loads_a_newer_state() -> None:
+    """Until then, the group can return to the older state. While the process loads, it has no usable state."""
     survivor = on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0)
     survivor.kept = BEHIND, StateMetadata({}, 0.0, ())
     attempt = Attempt(3, "job", FURTHEST.checkpoint, 5)
@@ -57,7 +57,7 @@ def test_a_process_keeps_its_own_state_until_it_loads_a_newer_one() -> None:
     assert survivor.kept[0].checkpoint == checkpoint_name(5, 3)
 
 
-def test_no_worker_gives_up_its_shard_before_all_have_received_a_newer_one(tmp_path: Path) -> None:
+def test_no_worker_gives_up_its_shard_before_all_workers_have_received_a_newer_shard(tmp_path: Path) -> None:
     """Rank 1 is lost before it sends the second shard, so rank 2 must not load the first shard."""
 
     def act(group: Any) -> None:
@@ -164,7 +164,7 @@ def test_members_with_the_state_share_the_work_of_sending_it(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("live", [False, True])
 def test_either_all_members_of_a_group_build_a_model_or_none_do(live: bool) -> None:
-    """Otherwise, a prepared process and a process that came when no group trained would wait for each other."""
+    """Otherwise, a prepared process and a process that started when no group trained would wait for each other."""
     prepared, other = (on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0) for _ in range(2))
     prepared.prepare(Mock)
     for each in (prepared, other):
@@ -172,7 +172,7 @@ def test_either_all_members_of_a_group_build_a_model_or_none_do(live: bool) -> N
     assert [bool(each.learner) for each in (prepared, other)] == [live, live]
 
 
-def test_a_group_closed_before_it_has_a_socket_stops_forming(set_constants: SetConstants) -> None:
+def test_a_group_stops_forming_if_it_is_closed_before_it_has_a_socket(set_constants: SetConstants) -> None:
     """A member was lost right after it was admitted to the group, when there is no socket to cut yet."""
     set_constants(survivors, FORM_LIMIT_S=600)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))

@@ -50,7 +50,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_a_run_that_can_never_start_is_rejected_with_a_fix(
+def test_the_error_for_a_run_that_can_never_start_includes_the_fix(
     settings: dict[str, str], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(SettingsError, match=f"^{re.escape(message)}$"):

@@ -54,7 +54,7 @@ def test_batches_are_the_same_whether_rows_are_on_the_device_or_in_memory(
         assert torch.equal(one["image"][:, 0].long(), one["row"])
 
 
-def test_the_ids_of_rows_that_go_to_a_device_stay_in_main_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_row_ids_of_a_batch_on_a_device_stay_in_main_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = LocalWorkers(1, 2, "node", lambda mine: [mine], lambda act: act())
     source = Numbers((2,), 3, row_groups=(ROWS,))
     monkeypatch.setattr("ray.train.torch.prepare_data_loader", unchanged)
@@ -65,7 +65,7 @@ def test_the_ids_of_rows_that_go_to_a_device_stay_in_main_memory(monkeypatch: py
         assert torch.equal(loader.ids, batch["row"])
 
 
-def test_a_thread_takes_the_next_batch_while_the_caller_works_on_the_previous_one() -> None:
+def test_a_thread_prepares_the_next_batch_while_the_caller_uses_the_previous_one() -> None:
     threads = []
     second = threading.Event()
 
@@ -88,7 +88,7 @@ def test_a_thread_takes_the_next_batch_while_the_caller_works_on_the_previous_on
     assert not threads[0].is_alive()
 
 
-def test_the_thread_ends_after_the_last_batch_or_when_its_caller_stops() -> None:
+def test_the_prefetching_thread_ends_after_the_last_batch_or_when_its_caller_stops() -> None:
     threads = set(threading.enumerate())
     batch = {"row": torch.tensor([0])}
     assert list(prefetch(iter([batch, batch]), torch.device("cpu"))) == [batch, batch]

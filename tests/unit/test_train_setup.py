@@ -114,7 +114,7 @@ def test_an_evaluation_interrupted_by_joining_workers_does_not_count_as_failed()
 def test_a_final_state_that_is_only_in_memory_is_evaluated_and_saved_again(
     tier: str, step: int, stale: int, again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its commit was lost, and no further step would save it."""
+    """The state's commit was lost, and no further step would save the state."""
     begun: list[GroupStart] = []
     for name in ("CheckpointManager", "Telemetry", "CommandPoller", "await_device_memory", "build_learner"):
         monkeypatch.setattr(build, name, MagicMock())
@@ -391,7 +391,7 @@ def test_the_last_lines_and_metrics_are_stored_before_a_restart(
 def test_workers_end_once_all_output_is_stored_or_the_notice_is_over(
     write_s: float, left_s: float, tmp_path: Path, set_constants: SetConstants
 ) -> None:
-    """Only rank 0 knows about the notice, and storing the output of rank 1 takes long."""
+    """Only rank 0 knows about the notice, and the output of rank 1 takes a long time to store."""
     set_constants(sunspot.train.worker, EXIT_AFTER_S=1e6)
 
     def act(group: dist.ProcessGroup) -> float:

@@ -139,7 +139,7 @@ def test_features_are_the_columns_of_a_table(library: str, classes: bool, tmp_pa
 
 
 @pytest.mark.parametrize("columns", [["age", "label"], "age", [3]])
-def test_the_columns_argument_must_be_a_list_of_names(columns: Any) -> None:
+def test_the_columns_argument_of_a_tree_task_must_be_a_list_of_names(columns: Any) -> None:
     settings = settings_for("xgboost", columns=columns)
     with pytest.raises(SettingsError, match="columns must be a list of names other than label"):
         load_task(settings).find_sources(settings)
@@ -158,7 +158,7 @@ def test_the_columns_argument_must_be_a_list_of_names(columns: Any) -> None:
     ],
     ids=lambda value: json.dumps(value.task_args) if isinstance(value, Settings) else "",
 )
-def test_invalid_options_raise_one_error(settings: Settings, said: str) -> None:
+def test_invalid_options_of_a_tree_library_raise_a_single_error(settings: Settings, said: str) -> None:
     for name in KINDS:
         pytest.importorskip(name, reason="the extra `trees` is not installed")
     with pytest.raises(SettingsError, match=re.escape(said)):
@@ -166,7 +166,7 @@ def test_invalid_options_raise_one_error(settings: Settings, said: str) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_missing_library_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_missing_tree_library_names_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(SettingsError, match=rf"{name} is not installed; add EXTRAS=trees to"):
         build(name)

@@ -74,7 +74,7 @@ def job(cluster: FakeCluster) -> str:
 # ----------------------------------------------------------------------------------------------------------------- wait
 
 
-def test_a_run_is_followed_to_its_success(
+def test_wait_follows_a_run_until_it_succeeds(
     cluster: FakeCluster, run: Run, sunspot: Command, job: str, when: Callable[..., None]
 ) -> None:
     cluster.pods = [pod("run-1-x-head", "run-1-x", head=True)]
@@ -249,7 +249,7 @@ def test_expired_credentials_are_retried_for_a_while(
     assert ("error: " in sunspot.err) == (code == 4)
 
 
-def test_objects_that_the_user_cannot_list_are_reported_and_the_others_are_shown(
+def test_objects_that_the_user_cannot_list_are_reported_and_other_objects_are_shown(
     cluster: FakeCluster, run: Run, sunspot: Command, job: str, when: Callable[..., None]
 ) -> None:
     cluster.pods = [pod("run-1-x-head", "run-1-x", head=True)]
@@ -428,7 +428,7 @@ def test_a_restart_survives_an_api_server_outage(
 
 
 @pytest.mark.parametrize("manager", ["argocd-controller", "kustomize-controller"])
-def test_wait_deletes_a_rayjob_from_a_repository_and_gitops_recreates_it(
+def test_wait_deletes_a_rayjob_managed_by_gitops_so_that_gitops_recreates_it(
     cluster: FakeCluster, sunspot: Command, uids: list[str], when: Callable[..., None], manager: str
 ) -> None:
     def delete(handler: Any) -> None:
@@ -456,7 +456,9 @@ def test_wait_fails_if_gitops_does_not_recreate_the_rayjob(
     assert "run-1 was deleted in order to restart it, but Argo CD has not recreated it; sync it by hand" in sunspot.err
 
 
-def test_no_rayjob_is_deleted_if_the_user_cannot_create_one(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
+def test_wait_deletes_no_rayjob_if_the_user_cannot_create_it_again(
+    cluster: FakeCluster, run: Run, sunspot: Command
+) -> None:
     cluster.put_job(submitted(rayjob(JOB)))
     give_up_head(cluster)
     cluster.forbidden.add("create rayjobs")

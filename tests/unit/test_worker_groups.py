@@ -162,7 +162,7 @@ def test_each_group_can_have_its_own_pod_patch(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_invalid_groups_are_rejected_with_a_fix(text: str, told: str, tmp_path: Path) -> None:
+def test_errors_about_invalid_worker_groups_include_the_fix(text: str, told: str, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=told):
         rendered(tmp_path, text)
 
