@@ -35,6 +35,7 @@ SHARED = {
     "hugging_face_runs": "hugging face",
     "peft": "hugging face",  # tests/unit/test_finetune.py
     "keras": "keras",  # tests/unit/test_keras.py
+    "session_output": "session",  # tests/integration/test_ray_session.py
     "environment": "wheel",  # tests/end_to_end/test_wheel.py
 }
 """Groups of tests that share a slow fixture. One process runs all tests of a group."""

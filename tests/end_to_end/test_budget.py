@@ -12,30 +12,30 @@ from tests.harness.constants import SetConstants
 from tests.harness.program import Program
 from tests.harness.training import assert_audit_clean, newest, the_run
 
-STEPS = 600
+STEPS = 200
 
 
 def test_a_run_that_has_spent_its_budget_saves_and_continues_with_a_larger_budget(
     program: Program, make_data: Callable[..., str], set_constants: SetConstants
 ) -> None:
-    set_constants("sunspot.train.budget", CHECK_EVERY_S=0.2)
+    set_constants("sunspot.train.budget", CHECK_EVERY_S=0.1)
     settings = {
         "TASK": "tests.tasks.slow",
         "GLOBAL_BATCH_SIZE": 20,
-        "EPOCHS": 6,
+        "EPOCHS": 2,
         "DATASET": make_data(2000),
         "PRICES": json.dumps({"workers": {"price": 3600}}),  # 1 a second
     }
     run = the_run(program)
-    program.run(**settings, BUDGET="1")
+    program.run(**settings, BUDGET="0.5")
 
     status = read_status(run)
     assert status
     assert status.state is RunState.STOPPED
-    assert status.reason.startswith("stopped by its spent budget of 1.00, because it has cost ")
+    assert status.reason.startswith("stopped by its spent budget of 0.50, because it has cost ")
     assert 0 < newest(run).step == status.step < STEPS
 
-    program.run(**settings, BUDGET="1")  # a retry of the job does not train
+    program.run(**settings, BUDGET="0.5")  # a retry of the job does not train
     assert len(read_attempts(run)) == 1
 
     clear_stop(run)
