@@ -69,7 +69,7 @@ class Timing:
 def try_all_reduce(storage_path: str, meeting: str, rank: int, gpus: int) -> Check:
     """Time an all-reduce between this pod and another one, and return the result as a check.
 
-    `rank` is 0 in one pod and 1 in the other. The pods find each other by the name `meeting`, which both are given.
+    `rank` is 0 in one pod and 1 in the other. The pods find each other by `meeting`, a name that they share.
     """
     gpus = min(gpus, torch.cuda.device_count())
     try:
@@ -91,7 +91,7 @@ def try_all_reduce(storage_path: str, meeting: str, rank: int, gpus: int) -> Che
 def judge(timing: Timing, gpus: int) -> Check:
     """Return the result of the network check for two pods with `gpus` GPUs each.
 
-    The result is a warning if GPUs would have to wait for the network. It includes the bandwidth in one direction in
+    The result is a warning if GPUs would have to wait for the network. Its text has the bandwidth in one direction in
     Gb/s, computed like NCCL's bus bandwidth (NVIDIA, nccl-tests, PERFORMANCE.md).
     """
     workers = 2 * max(gpus, 1)

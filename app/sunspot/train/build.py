@@ -99,7 +99,7 @@ class WorkerSetup:
 def build_worker(setup: WorkerSetup, state: TrainingState, phases: Phases) -> Worker:
     """Build the worker after its group has claimed the run.
 
-    `phases` holds the end times of the phases of the group's start that are over.
+    `phases` holds the end time of each completed phase of the group's start.
     """
     plan = setup.plan
     start = setup.start

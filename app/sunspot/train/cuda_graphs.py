@@ -35,7 +35,7 @@ Key: TypeAlias = tuple[object, ...]
 
 
 def use_graphs(model: nn.Module, settings: Settings, device: torch.device) -> None:
-    """Make a model run its passes as CUDA graphs. If it cannot, print why GRAPH=auto has no effect."""
+    """Make a model run its passes as CUDA graphs, or print why this run cannot use CUDA graphs."""
     if settings.graph == "off":
         return
     reason = find_obstacle(settings, device)

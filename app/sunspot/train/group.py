@@ -119,7 +119,7 @@ def open_context(
     """Check the nodes, and yield a context for a trainer. Nodes, signals and progress are monitored until it closes.
 
     Raises `SunspotError` if the run cannot train on these nodes. `note_end` is described in `trainer.fit`.
-    `sick_nodes` finds the nodes that the group should no longer use in survivor mode.
+    In survivor mode, the group stops using the nodes that `sick_nodes` finds.
     """
     settings = plan.settings
     given = settings.num_workers

@@ -71,7 +71,7 @@ class WorkerConfig:
 
     @property
     def limit_s(self) -> float:
-        """Maximum number of seconds to wait in a collective, in which another worker may still wait for storage."""
+        """Maximum number of seconds to wait in a collective, while another worker may be waiting for storage."""
         return self.plan.settings.storage_timeout_s + self.collective_timeout_s
 
     @cached_property
@@ -90,9 +90,9 @@ class WorkerConfig:
 
 
 class Joining(ExitStack):
-    """The methods `form`, `claim` and `build`, which make this process a worker of the run.
+    """Makes this process a worker of the run, in the steps `form`, `claim` and `build`.
 
-    `loop.train_in_group` calls them in this order. Each of these methods contains collectives, so every rank of the
+    `loop.train_in_group` calls these methods in this order. Each method contains collectives, so every rank of the
     group must call the same methods. The context ends when the process has left the group.
     """
 
@@ -146,7 +146,7 @@ class Joining(ExitStack):
     # ----------------------------------------------------------------------------------------------------------- claim
 
     def claim(self, place: WorkerPlace) -> WorkerSetup | None:
-        """Claim the run's next attempt with the other workers. It starts from the newest state that any worker has.
+        """Claim the run's next attempt with the other workers, starting from the newest state that any worker has.
 
         Returns None if this job may no longer train the run. An error that no retry can fix is also reported to the
         driver. If Ray then starts another worker group for this job, that group ends at once.

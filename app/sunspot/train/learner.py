@@ -69,7 +69,7 @@ class Learner:
         "The model of the newest pass, and a wrapper of it that is not compiled together with the loss."
 
     def compute_loss(self, model: torch.nn.Module, batch: Batch) -> Any:
-        """Call the task's `loss`, compiled if COMPILE is set, and return its result. The model is compiled separately."""
+        """Call the task's `loss`, and return its result. COMPILE compiles `loss` separately from the model."""
         if not self._compiled_loss:
             assert self.task.loss
             return self.task.loss(model, batch)

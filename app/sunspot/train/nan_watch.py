@@ -25,7 +25,7 @@ MIN_BYTES = 2
 
 
 class NanWatch:
-    """Counts consecutive metric windows that end with a loss that is not finite.
+    """Counts consecutive metric windows whose last step has a loss that is not finite.
 
     All workers get the same means and exchange their other findings, so that they make the same decision.
     """
@@ -57,8 +57,8 @@ class NanWatch:
         """Check a closed metric window. All workers call this together.
 
         `record` is the window's record. `newest` holds this worker's values from the last step of the window. A window
-        is acceptable if its last step has a finite loss: then only single rows were affected, or a loss scaler skipped
-        the steps without a finite loss. The weights are also checked if the state will be saved (`saves`).
+        whose last step has a finite loss is accepted, because only single rows were affected, or a loss scaler skipped
+        the other steps. The weights are also checked if the state will be saved (`saves`).
         """
         losses = {name for name in names_of_losses(record) if not math.isfinite(record[name])}
         suspect = bool(losses)

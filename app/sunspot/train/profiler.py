@@ -1,7 +1,7 @@
 """Profiles some steps of a live run with torch.profiler, and writes the traces of the chosen ranks to storage.
 
-A thread of rank 0 finds a request in storage (`run.profiles`), and rank 0 broadcasts it after a step. Then each worker
-profiles the same steps:
+A thread of rank 0 finds a request in storage (`run.profiles`), and rank 0 broadcasts it after a step. All workers
+then know which steps to profile, and the chosen ranks proceed as follows:
 
 1. As many steps as requested are timed without the profiler, for comparison.
 2. The profiler starts. Its first step is slower than the others, and is not recorded.
