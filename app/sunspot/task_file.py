@@ -42,7 +42,7 @@ def find_module(path: str) -> tuple[str, str]:
 
 
 def extend_path(environment: Mapping[str, str], folder: str) -> dict[str, str]:
-    """Return an update for `environment` that puts `folder` first in its PYTHONPATH.
+    """Return the changes to `environment` that put `folder` first in its PYTHONPATH.
 
     The dictionary is empty if `folder` is empty.
     """
@@ -51,6 +51,6 @@ def extend_path(environment: Mapping[str, str], folder: str) -> dict[str, str]:
 
 
 def import_as_module_run(environment: Mapping[str, str]) -> None:
-    """Extend `sys.path` by the working directory and the environment's PYTHONPATH, like `python -m`."""
+    """Add the working directory and the environment's PYTHONPATH to `sys.path`, as `python -m` does."""
     places = ["", *filter(None, environment.get(PATH, "").split(os.pathsep))]
     sys.path[:0] = [place for place in places if place not in sys.path]

@@ -452,7 +452,7 @@ def test_a_page_that_exhausts_memory_does_not_affect_other_pages(tmp_path: Path,
             pages.read(read_as_told, ["killed"])
         assert pages.read(read_as_told, ["digits"]) != other
         set_constants(page_process, READ_WITHIN_S=0.2)
-        with pytest.raises(SunspotError, match=r"page of without-end cannot be shown: rendering it took more than 0 s"):
+        with pytest.raises(SunspotError, match=r"page of without-end cannot be shown: rendering took more than 0 s"):
             pages.read(read_as_told, ["without-end"])
 
 

@@ -18,7 +18,7 @@ MARK = b"sunspot metrics"
 
 
 def with_ranks(run: Run) -> list[dict[str, Any]]:
-    """Return the metric records. If each rank's metrics are stored separately, they are added as `ranks`."""
+    """Return the run's metric records, with each rank's metrics under `ranks` if they were recorded."""
     spans = lineage(read_attempts(run))
     ranks = {
         (record["attempt"], record["step"]): to_rows(record["ranks"])
@@ -45,5 +45,5 @@ def to_table(records: list[dict[str, Any]]) -> pyarrow.Table:
         try:
             columns[name] = pyarrow.array([record.get(name) for record in records])
         except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):
-            warn(f"column {name} is omitted, because its values have several types")
+            warn(f"column {name} is omitted because its values have different types")
     return pyarrow.table(columns, metadata={MARK: ""})

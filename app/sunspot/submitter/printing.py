@@ -1,7 +1,7 @@
-"""Prints the command's output and writes its files.
+"""Prints the output of the `sunspot` command, and writes the files that it saves.
 
 Tables and JSON documents go to stdout, and everything else goes to stderr. All subcommands print through this module,
-which makes control characters in text from a run or a cluster harmless.
+because text from a run or a cluster can contain control characters, which this module makes harmless.
 """
 
 import contextlib
@@ -32,12 +32,12 @@ MAX_LINE_WIDTH = 10_000
 
 
 def print_text(text: str = "", end: str = "\n", flush: bool = False) -> None:
-    """Print text from any source. Control characters are made visible."""
+    """Print text from any source, with control characters replaced by visible ones."""
     print(visible(text), end=end, flush=flush)
 
 
 def print_document(text: str) -> None:
-    """Print a document in UTF-8 regardless of the locale, because escapes would change its meaning."""
+    """Print a document in UTF-8 even if the locale differs, because escaped characters would change its meaning."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
     print_text(text, end="")
@@ -80,8 +80,9 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
 def write_file(name: str, content: bytes, mark: bytes) -> Path:
     """Write a local file atomically, and return its absolute path.
 
-    An existing file is replaced only if it is empty or contains `mark` near its start or end. Raises `SettingsError`
-    for any other existing file, and `StorageError` if the file cannot be written.
+    `mark` is text by which files from `sunspot` can be recognized. An existing file is replaced only if it is empty or
+    contains `mark` near its start or end. Raises `SettingsError` for any other existing file, and `StorageError` if the
+    file cannot be written.
     """
     path = local_path(name)
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")

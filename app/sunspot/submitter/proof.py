@@ -42,7 +42,7 @@ COLUMNS = ("epoch", "rows", "missing", "repeated")
 
 @dataclass(frozen=True)
 class Epoch:
-    """The rows that one epoch consumed. In a mixture, an epoch is a pass through one source."""
+    """The row counts of one epoch. In a mixture, an epoch is a pass through one source."""
 
     epoch: int
     rows: int
@@ -82,7 +82,7 @@ class Proof:
 
     @property
     def summary(self) -> str:
-        """A one-line summary of all faults, or an empty string."""
+        """A one-line summary of all faults, or an empty string if there are none."""
         missing = sum(epoch.missing for epoch in self.epochs)
         repeated = sum(epoch.repeated for epoch in self.epochs)
         parts = []
@@ -134,7 +134,7 @@ def conclude(run: Run, proof: Proof) -> None:
 
 
 def find_attempts_with_steps(run: Run, attempts: list[Attempt], committed: list[str]) -> set[int]:
-    """Return the attempt numbers for which the metric history or a checkpoint shows that a step was taken.
+    """Return the numbers of the attempts that took a step, according to the metric history or a checkpoint.
 
     A record of the step that an attempt starts from is ignored, because it only contains an evaluation.
     """
@@ -149,7 +149,7 @@ def find_attempts_with_steps(run: Run, attempts: list[Attempt], committed: list[
 
 
 def prove_rows(run: Run, spans: list[Span], end: int) -> tuple[list[Epoch], list[str]]:
-    """Return the rows that each epoch consumed up to step `end`, and a list of faults.
+    """Count the rows that each epoch consumed up to step `end`. Return the counts and a list of faults.
 
     Raises `DamageError` if a record is damaged.
     """
@@ -166,12 +166,12 @@ def read_epoch_layout(run: Run) -> EpochLayout:
     layout = find_layout(read_identity(run))
     if layout is None:
         place = run.storage.locate(run.key("run.json"))
-        raise DamageError(f"{place} cannot be used: it lacks the rows per step or the steps per epoch")
+        raise DamageError(f"{place} cannot be used: it lacks the number of rows per step or of steps per epoch")
     return layout
 
 
 def count_rows(tables: list[pyarrow.Table], layout: EpochLayout, end: int) -> Iterator[Epoch]:
-    """Count the rows that each epoch consumed up to step `end`. In a mixture, each pass through a source is counted."""
+    """Yield the row counts of each epoch up to step `end`. In a mixture, each pass through a source is an epoch."""
     import pyarrow
     import pyarrow.compute as pc
 
@@ -243,7 +243,7 @@ def _split_by_pass(table: pyarrow.Table, layout: EpochLayout) -> Iterator[tuple[
 
 
 def find_foreign_rows(tables: list[pyarrow.Table], layout: EpochLayout) -> list[str]:
-    """Return a line for each row that is not in the data."""
+    """Return a line for each recorded row that is not in the data."""
     import pyarrow
     import pyarrow.compute as pc
 
@@ -258,7 +258,7 @@ def find_foreign_rows(tables: list[pyarrow.Table], layout: EpochLayout) -> list[
 def find_wrong_steps(tables: list[pyarrow.Table], layout: EpochLayout, end: int) -> list[str]:
     """Return a line for each step up to `end` that was not recorded or consumed the wrong number of rows.
 
-    In a mixture, the rows of each source are counted, too.
+    In a mixture, the rows of each source are also checked.
     """
     found = _count_by_step(tables)
     known = sorted(step for step in found if 1 <= step <= end)
@@ -294,7 +294,7 @@ def _between(rows: pyarrow.ChunkedArray, first: int, after: int) -> pyarrow.Chun
 
 
 def _shorten(lines: Iterable[str], total: int) -> list[str]:
-    """Return the first MAX_NAMED of `total` lines, and a line with the number of omitted lines."""
+    """Return the first MAX_NAMED of `total` lines, followed by a line with the number of omitted lines, if any."""
     named = [*islice(lines, MAX_NAMED)]
     more = total - len(named)
     return [*named, f"and {more} more like it"] if more else named

@@ -31,7 +31,7 @@ OUTSIDE, BUSY = "(outside operations)", "(all operations)"
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """An event of a trace, with times in microseconds."""
+    """An event in a trace, with times in microseconds."""
 
     name: str
     cat: str = ""
@@ -43,13 +43,13 @@ class TraceEvent:
 
 @dataclass(frozen=True)
 class Trace:
-    """The part of a trace file that is summarized."""
+    """The part of a trace file that the summary uses."""
 
     traceEvents: tuple[TraceEvent, ...]  # the name in the file
 
 
 class Operation(NamedTuple):
-    """All calls of one operation on the CPU or the GPU."""
+    """The number and the total time of an operation's calls on the CPU or the GPU."""
 
     device: str
     operation: str
@@ -59,7 +59,7 @@ class Operation(NamedTuple):
 
 
 def read_summary(storage: Storage, key: str) -> list[Operation]:
-    """Return the operations in a compressed trace. Raises `DamageError` if it is too large or malformed."""
+    """Return the operations in a compressed trace. Raises `DamageError` if the trace is too large or malformed."""
     where = storage.locate(key)
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(storage.read(key))) as stream:
@@ -72,7 +72,7 @@ def read_summary(storage: Storage, key: str) -> list[Operation]:
 
 
 def summarize(events: Iterable[TraceEvent]) -> list[Operation]:
-    """Return the operations in a trace, longest first."""
+    """Return the operations in a trace, sorted from the longest to the shortest total time."""
     calls: dict[tuple[str, str], int] = defaultdict(int)
     times: dict[tuple[str, str], float] = defaultdict(float)
     callers: dict[tuple[int | str, int | str], list[TraceEvent]] = defaultdict(list)

@@ -1,12 +1,12 @@
 """Loads a task: the module that defines what a run trains.
 
 1. `load_task` imports the module set in SUNSPOT_TASK.
-2. A module in PyTorch defines a model and a loss, and may define an optimizer, a schedule or a training loop. A
-   `PlainTask` adds the defaults (defaults.py). signatures.py checks the arguments of the module's functions.
-3. A module for another library defines a single function, such as `build_keras`. An adapter (sunspot/adapters) turns
-   the library's model into a task.
-4. In both cases, the result is a `Task` (task.py), which has the task's functions and chooses the training loop. No
-   other code depends on the kind of task.
+2. A module that uses PyTorch defines a model and a loss, and may define an optimizer, a schedule or a training loop.
+   `PlainTask` (defaults.py) adds the defaults. signatures.py checks the arguments of the module's functions.
+3. A module that uses another library defines a single function, such as `build_keras`. An adapter (sunspot/adapters)
+   turns the library's model into a task.
+4. Either way, the result is a `Task` (task.py), which has the task's functions and chooses the training loop. No other
+   code depends on the library that a task uses.
 
 The other modules in this package are tasks to use or to copy, and code that they share.
 """
@@ -38,7 +38,9 @@ Predict = Callable[[torch.nn.Module, Batch], torch.Tensor]
 
 
 def load_predict(settings: Settings) -> Predict:
-    """Import the task and return its `predict`, which takes a batch even if the task's function takes only images.
+    """Import the task and return its `predict`, wrapped so that it always takes a batch.
+
+    A task's own `predict` may take only the images of a batch.
 
     Raises `SettingsError` if the task does not define `predict`.
     """
@@ -46,7 +48,7 @@ def load_predict(settings: Settings) -> Predict:
 
 
 def find_predict(task: Task) -> Predict:
-    """Return a loaded task's `predict`, like `load_predict`."""
+    """Return the `predict` of a task that is already loaded, as `load_predict` does."""
     predict = task.predict
     if predict is None:
         raise task.error(
@@ -100,7 +102,7 @@ def load_task(settings: Settings) -> Task:
 
 
 def describe_misspelt(task: Task) -> Iterator[str]:
-    """Yield a warning for each function of a task's module that is never called and looks misspelt."""
+    """Yield a warning for each function in a task's module that is never called and seems to be misspelt."""
     return find_misspelt(task, find_adapters())
 
 
@@ -115,7 +117,7 @@ def find_adapters() -> Mapping[str, Any]:
 def refuse_missing_functions(module: ModuleType, settings: Settings, libraries: list[str]) -> None:
     """Raise `SettingsError` if a PyTorch module lacks a required function.
 
-    The message also lists `libraries`, the functions that a module for another library would define.
+    The message also lists `libraries`, the functions that modules for other libraries define instead.
     """
     needed = ("build_model",) if hasattr(module, "train") else ("build_model", "loss")
     missing = [name for name in needed if not hasattr(module, name)]
@@ -128,7 +130,10 @@ def refuse_missing_functions(module: ModuleType, settings: Settings, libraries: 
 
 
 def refuse_unused_functions(task: Task) -> None:
-    """Raise `SettingsError` if a task's function would never be called because another is defined or missing."""
+    """Raise `SettingsError` if a task defines a function that would never be called.
+
+    A function is never called if the task also defines an alternative, or lacks a function that it depends on.
+    """
     if task.build_dataset and hasattr(task.module, "find_sources"):
         raise task.error("the module defines both build_dataset and find_sources; keep one of them")
     if not task.compute_metrics:

@@ -22,7 +22,7 @@ class PlainTask(Task):
     def __init__(self, module: Any, settings: Settings) -> None:
         """Add the defaults to a task's module.
 
-        Raises `SettingsError` if a setting is set that only a replaced default would read.
+        Raises `SettingsError` if a setting has no effect because the module replaces the default that reads it.
         """
         scheduled = {"schedule"} if hasattr(module, "build_scheduler") else set()
         super().__init__(module, settings, unread_without_defaults(vars(module).keys() | scheduled))
@@ -55,7 +55,7 @@ class PlainTask(Task):
 
 
 def unread_without_defaults(own: Container[str]) -> dict[str, str]:
-    """Map each setting ignored by a task that defines the functions `own` to the reason, for `refuse_unread`."""
+    """Return the reasons why a task that defines the functions `own` ignores settings, keyed by setting."""
     return {
         name: f"brings its own {function.removeprefix('build_')}, which does not read it; leave it at "
         f"{Settings.model_fields[name].default} (a task's own hyperparameters are in {PREFIX}TASK_ARGS)"
@@ -87,7 +87,7 @@ def decay_matrices(model: torch.nn.Module, weight_decay: float) -> list[dict[str
 
 
 def fused_on_gpu(model: torch.nn.Module) -> bool | None:
-    """Return the optimizer argument `fused`: True on a GPU, otherwise None, which lets PyTorch choose."""
+    """Return the value of an optimizer's argument `fused`: True on a GPU, or None to let PyTorch choose."""
     return next(model.parameters()).is_cuda or None
 
 
@@ -131,7 +131,7 @@ class Optimizers(torch.optim.Optimizer):
             each.step()
 
     def _share(self) -> None:
-        """Give each optimizer the common state and its own groups."""
+        """Give each optimizer the shared state and its own groups."""
         groups = iter(self.param_groups)
         for each in self.named.values():
             each.__setstate__({"state": self.state, "param_groups": [*islice(groups, len(each.param_groups))]})

@@ -88,7 +88,7 @@ class FineTuned(PretrainedModel):
     def forward(self, tokens: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
         """Return the scores of the next token, [B, T, vocabulary], or of the classes, [B, classes].
 
-        `tokens` are int64 [B, T].
+        `tokens` is an int64 tensor of shape [B, T].
         """
         if "attention_mask" in more:  # a classifier uses the last token that is not padding
             tokens = tokens.masked_fill(more["attention_mask"] == 0, self.config.pad_token_id)
@@ -138,7 +138,7 @@ def build_model(settings: Settings, source: Source) -> nn.Module:
 
 
 def load_pretrained(model: FineTuned) -> None:
-    """Read this worker's parts of the base's weights, if `build_model` did not load them."""
+    """Read this worker's part of the base's weights, unless `build_model` has loaded them."""
     read_values(model, model.positions)
 
 
@@ -170,7 +170,7 @@ def find_tokens(batch: Batch) -> torch.Tensor:
 
 
 def predict(model: FineTuned, batch: Batch) -> torch.Tensor:
-    """Return the scores of each text's classes, float [B, classes]. Raises `SettingsError` if `head` is "text"."""
+    """Return the class scores of each text, float [B, classes]. Raises `SettingsError` if `head` is "text"."""
     if model.arguments.head != "classes":
         raise SettingsError("a language model cannot predict rows; pass a text with --prompt")
     return model(batch["tokens"].long(), attention_mask=find_tokens(batch).long())
@@ -260,7 +260,7 @@ def _load(base: Base, arguments: Arguments, classes: int, dtype: torch.dtype) ->
 
 
 def _prepare(model: Any) -> Any:
-    """Return a model with the settings that training needs."""
+    """Put a model in training mode and set its padding token. Return the model."""
     if model is not None:
         model.train()  # transformers returns a loaded model in evaluation mode
         if model.config.pad_token_id is None:
@@ -269,7 +269,7 @@ def _prepare(model: Any) -> Any:
 
 
 def _build_empty(base: Base, arguments: Arguments, dtype: torch.dtype) -> Any:
-    """Build the base model with its parameters on the meta device. Returns None if it cannot be built in this way."""
+    """Build the base model with its parameters on the meta device. Return None if that is impossible."""
     import transformers
 
     if arguments.head != "text":
@@ -299,5 +299,5 @@ def _adapt(model: Any, base: Base, arguments: Arguments) -> Any:
 
 
 def _first(ids: Any) -> int | None:
-    """Return an id, or the first id of a list."""
+    """Return the first of several token IDs, or a single ID unchanged."""
     return ids[0] if isinstance(ids, list) and ids else ids

@@ -1,4 +1,4 @@
-"""Classifies digits or other images with a ResNet-18. Its first convolution and its head fit the dataset."""
+"""Classifies digits or other images with a ResNet-18. Its first and last layers are adapted to the dataset."""
 
 import torch
 from torch import nn

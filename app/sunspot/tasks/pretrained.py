@@ -62,7 +62,7 @@ class Base:
         return json.loads((self.folder / "config.json").read_bytes())
 
     def tokenizer_files(self) -> dict[str, bytes]:
-        """Return the additional files, such as the tokenizer's, that make a checkpoint a complete model."""
+        """Return the files, such as the tokenizer's, that a checkpoint needs in addition to its weights."""
         names = [file.name for file in self.folder.iterdir() if file.suffix in SUFFIXES and file not in self.weights]
         omitted = ("config.json", "adapter_config.json")
         kept = sorted(name for name in names if name not in omitted and not name.endswith(".safetensors.index.json"))
@@ -76,7 +76,7 @@ def open_base(location: str) -> Base:
     Raises `SettingsError` if the model cannot be fetched or is incomplete.
     """
     if not location or not isinstance(location, str):
-        raise base_error(location, "this is not the name of a model")
+        raise base_error(location, "this is not a path, a URL or a name")
     path = Path(location).expanduser()
     if "://" in location:
         folder = _download(location)
@@ -117,7 +117,7 @@ WeightPositions = Mapping[str, tuple[Path, str]]
 
 
 def find_values(base: Base, model: nn.Module) -> WeightPositions | None:
-    """Return the positions of a model's parameters in the base's files, or None if a parameter is missing there."""
+    """Return the positions of a model's parameters in the base's files, or None if any is missing."""
     from safetensors import safe_open
 
     shapes: dict[str, tuple[Path, list[int]]] = {}
@@ -139,7 +139,7 @@ def find_values(base: Base, model: nn.Module) -> WeightPositions | None:
 def replace_parameters(
     model: nn.Module, values: Mapping[nn.Parameter, Any], change: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[nn.Parameter, Any]:
-    """Replace each parameter in `values` by its result of `change`. Return `values` with the new parameters as keys."""
+    """Replace each parameter in `values` by the result of `change`. Return `values`, keyed by the new parameters."""
     new = {each: nn.Parameter(change(each.detach()), requires_grad=each.requires_grad) for each in values}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -196,9 +196,9 @@ class PretrainedModel(nn.Module):
     """A pretrained model. Its checkpoints hold the trained weights and, if the base is frozen, the hash of the base."""
 
     def __init__(self, model: Any, base: str, sha256: str) -> None:
-        """Wrap a model. `base` is the name of the frozen base in messages, and `sha256` is its hash.
+        """Wrap a model. `base` is the name by which messages refer to the frozen base.
 
-        If all weights are trained, `sha256` is empty.
+        `sha256` is the base's hash, or an empty string if all weights are trained.
         """
         super().__init__()
         self.model, self.sha256 = model, sha256
@@ -217,7 +217,7 @@ class PretrainedModel(nn.Module):
         if found != self.sha256:
             raise ConflictError(
                 f"{self._base} has SHA-256 {self.sha256[:12]}..., but the adapter was trained on {found[:12]}...; "
-                "use the same base, with unchanged content"
+                "use the same base, with the same content"
             )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # two overloads there

@@ -79,8 +79,9 @@ def refuse_other_arguments(task: str, module: ModuleType) -> None:
             named = [each for each in CALLED_WITH_NAMED.get(name, ()) if each in signature.parameters]
             signature.bind(*arguments, **dict.fromkeys(named))
         except TypeError as error:
+            place = place_of_function(function)
             raise SettingsError(
-                f"{PREFIX}TASK={task}: {name}{signature}{place_of_function(function)}, is called as "
+                f"{PREFIX}TASK={task}: {name}{signature}{place and f'{place},'} is called as "
                 f"{name}({', '.join(arguments)}); define it with these arguments"
             ) from error
 

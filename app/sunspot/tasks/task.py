@@ -1,7 +1,7 @@
 """The interfaces of a task and of the run that is passed to a task's own loop.
 
-`load_task` returns a `Task`. A user's module defines some of its functions. `PlainTask` (defaults.py) adds the others
-for PyTorch, and an adapter (sunspot/adapters) adds them for another library.
+`load_task` returns a `Task`. The user's module defines some of the task's functions. `PlainTask` (defaults.py) adds the
+others for PyTorch, and an adapter (sunspot/adapters) adds them for another library.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -208,7 +208,7 @@ class TrainingRun(Protocol):
     def batches(self) -> Iterator[Batch]:
         """Yield this worker's batch for each step, from `position` until the run ends or is stopped.
 
-        Before each batch, the random generators are seeded by the step, and the learning rates are set by the schedule.
+        Before each batch, this seeds the random generators for the step, and sets the learning rates by the schedule.
         All workers get the same number of batches and must run the same number of passes.
         """
 
@@ -229,7 +229,7 @@ class TrainingRun(Protocol):
         """Return a context manager for a forward pass that applies PRECISION and measures the time."""
 
     def losses(self, batch: Batch) -> tuple[torch.Tensor, Batch]:
-        """Call the task's `loss` inside `forward`. It is compiled if COMPILE is set."""
+        """Call the task's `loss` inside `forward`, and return its result. `loss` is compiled if COMPILE is set."""
 
     def log(self, values: Batch) -> None:
         """Add named values to the metric history.
@@ -238,10 +238,10 @@ class TrainingRun(Protocol):
         """
 
     def clip(self, model: torch.nn.Module | None = None) -> None:
-        """Clip the gradients to CLIP_NORM, either of one model or of all models together."""
+        """Clip the gradients of one model, or of all models together, to CLIP_NORM."""
 
     def step(self) -> None:
-        """Record that a batch's optimizer step was taken. Save, evaluate and report if these are due.
+        """Record that the optimizer step of the batch was taken. Save, evaluate and report if it is time to do so.
 
         All workers must call this together. If the group restarts, this raises an error that ends the worker. Do not
         catch the error.

@@ -9,7 +9,10 @@ SHOWN = 5
 
 
 def by_loss(losses: torch.Tensor, **columns: list[Any]) -> list[dict[str, Any]]:
-    """Return the rows with the lowest and the highest losses. `losses` has shape [rows]."""
+    """Return a table of the texts with the lowest and the highest losses.
+
+    `losses` has shape [texts]. `columns` are the table's other columns, with one entry per text.
+    """
     order = losses.argsort().tolist()
     chosen = dict.fromkeys([*order[:SHOWN], *order[-SHOWN:]])
     return [

@@ -35,9 +35,9 @@ ADDRESSES = re.compile(r"^\[(?:machines|local_listen_port): .*\]\n", re.MULTILIN
 
 
 class Trees(torch.nn.Module, ABC):
-    """The trees of all rounds so far.
+    """A model of gradient-boosted trees, which grows by one round of trees at a time.
 
-    Outputs are scores before softmax, [B, classes], or values, [B], for a task without classes.
+    The outputs are scores before softmax, [B, classes], or predicted values, [B], for a task without classes.
     """
 
     def __init__(self, library: str, options: Mapping[str, Any], settings: Settings, source: Source) -> None:
@@ -50,8 +50,8 @@ class Trees(torch.nn.Module, ABC):
         taken = [name for name in SET_HERE[library] if name in options]
         if taken:
             raise SettingsError(
-                f"{task}: the options for {library} contain {', '.join(taken)}, but the data, the settings and the "
-                "workers determine these; remove them"
+                f"{task}: the options for {library} contain {', '.join(taken)}, which Sunspot sets itself according to "
+                "the data, the settings and the workers; remove them"
             )
         try:
             self._library = importlib.import_module(library)
@@ -76,7 +76,7 @@ class Trees(torch.nn.Module, ABC):
 
     @abstractmethod
     def begin(self, batch: Batch, world_size: int) -> None:
-        """Set the rows on which this worker trains in every round."""
+        """Set this worker's training rows, which are the same in every round."""
 
     @abstractmethod
     def boost(self) -> torch.Tensor:

@@ -127,7 +127,7 @@ class Outage:
             self._record("tracking behind", f"since step {max(0, self._delivery.delivered.step)}: {error}")
 
     def end(self) -> None:
-        """Report the end of the outage, if there was one, after an attempt succeeds."""
+        """Report that the outage has ended, if there was one. Call this after a successful attempt."""
         if self.tries:
             attempts = plural(self.tries, "failed attempt")
             self._record("tracking goes on", f"after {time.time() - self._since:.0f} s and {attempts}")

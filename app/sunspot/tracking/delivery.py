@@ -44,9 +44,9 @@ MODEL = "model.pt"
 class Delivery:
     """Delivers one run to one service, continuing where an earlier delivery ended.
 
-    A metric record is delivered only after a checkpoint covers its step, because after that, the run cannot return to
-    an earlier step. Each step is therefore delivered once. Steps that are repeated because a checkpoint was lost are
-    not sent again.
+    A metric record is delivered once there is a checkpoint of its step or of a later step, because the run then no
+    longer returns to an earlier step. Each step is therefore delivered once. If a checkpoint is lost, the steps that
+    the run repeats are not sent again.
     """
 
     def __init__(self, run: Run, name: str, project: str, driver: str = "") -> None:
@@ -100,7 +100,7 @@ class Delivery:
     def finish(self) -> None:
         """Send the remaining records of a run that has ended, and its report, best model and final state.
 
-        Raises whatever `deliver` raises.
+        Raises the same errors as `deliver`.
         """
         refuse_if_superseded(read_attempts(self.run), "", self._driver)
         if self._service is None and not self.missing():
@@ -125,7 +125,7 @@ class Delivery:
                 self._service.close(None)
 
     def missing(self) -> str:
-        """Return a description of what has not been delivered, or an empty string. Raises `StorageError`."""
+        """Describe what has not been delivered, or return an empty string. Raises `StorageError` if storage fails."""
         spans = lineage(read_attempts(self.run))
         final = self._final_step(spans)
         steps = [record["step"] for record in iter_records(self.run, "metrics", spans) if self._is_new(record, final)]
@@ -168,7 +168,7 @@ class Delivery:
         self._described = newest.number
 
     def _final_step(self, spans: list[Span]) -> int:
-        """Return the newest checkpoint's step, or -1 without a checkpoint. The history is final up to this step."""
+        """Return the newest checkpoint's step, up to which the history is final, or -1 if there is no checkpoint."""
         counted, _, _ = classify(list_directories(self.run), spans)
         return step_of(counted[-1]) if counted else -1
 
@@ -262,8 +262,8 @@ def _end_of(status: Status) -> str:
 def to_point(record: MetricRecord) -> Point:
     """Return the metrics of a record.
 
-    If the record is only an evaluation, these are the metrics of held-out rows. The other metrics are in an earlier
-    record.
+    If the record only contains an evaluation, these are only the metrics of held-out rows, because an earlier record
+    contains the step's other metrics.
     """
     values = {
         name: float(value)
@@ -307,7 +307,10 @@ class Delivered:
 
 
 def read_tracking_run(run: Run, service: str) -> str | None:
-    """Return the tracking run's ID, or None if its file is missing or damaged. Raises `StorageError`."""
+    """Return the tracking run's ID, or None if the file with the ID is missing or damaged.
+
+    Raises `StorageError` if storage fails.
+    """
     found = _read(run, TrackingRun, f"{service}.json")
     return found.id if found else None
 
@@ -324,9 +327,9 @@ def claim_tracking_run(run: Run, service: str, identity: str) -> str:
 
 
 def read_delivered(run: Run, service: str) -> Delivered:
-    """Return the progress of a delivery. If its file is damaged, the delivery starts again from the beginning.
+    """Return the progress of a delivery. If the progress file is damaged, the delivery starts from the beginning.
 
-    Raises `StorageError`.
+    Raises `StorageError` if storage fails.
     """
     return _read(run, Delivered, f"{service}-delivered.json") or Delivered()
 

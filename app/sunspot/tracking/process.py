@@ -1,7 +1,7 @@
 """Starts the process that delivers a run to a tracking service while it trains.
 
-The process is separate from the driver, because importing a service's library takes seconds and about 180 MB, and the
-service can hang. Neither must affect training.
+A separate process keeps training independent of the service: importing the service's library takes seconds and about
+180 MB, and the service can hang.
 """
 
 import importlib.util

@@ -24,7 +24,7 @@ class RefusedError(TrackingError):
 
 
 class RunIdentity(NamedTuple):
-    """The identity of the delivered run."""
+    """The ID, name and location of the run to deliver."""
 
     id: str
     "A unique ID. A run that replaces a deleted run has a different ID."
@@ -57,7 +57,7 @@ class Service(ABC):
         self._project, self._identity = project, identity
 
     def find_or_create(self) -> str:
-        """Return the ID of the tracking run, which is created if it does not exist."""
+        """Return the ID of the tracking run. Create the tracking run if it does not exist."""
         return self._identity.id
 
     def discard(self, tracking_run: str) -> None:  # noqa: B027  # only needed if the service chooses the IDs
@@ -131,7 +131,7 @@ mlflow_errors = tracking_errors("MLflow")
 
 
 class MlflowService(Service):
-    """A run on the MLflow server at MLFLOW_TRACKING_URI. This does not change MLflow's global state."""
+    """A run on the MLflow server at MLFLOW_TRACKING_URI. The class does not change MLflow's global state."""
 
     def __init__(self, project: str, identity: RunIdentity) -> None:
         super().__init__(project, identity)
@@ -171,7 +171,7 @@ class MlflowService(Service):
 
     @mlflow_errors
     def _active(self) -> Any:
-        """Return the server's `mlflow.entities.RunInfo`. Raises `TrackingError` if the run is missing or deleted."""
+        """Return the run's `mlflow.entities.RunInfo`. Raises `TrackingError` if the run is missing or deleted."""
         from mlflow.exceptions import MlflowException
 
         try:

@@ -3,9 +3,9 @@
 The modules are used in this order:
 
 1. `driver.train_run` runs in the driver. It finds the newest checkpoint, plans the training, and records the outcome.
-2. `trainer.fit` runs one of Ray's trainers after another (`group.train_group`), until the run ends or fails. Before it
-   starts a trainer, `group.open_context` checks that all nodes reach the storage (`probe`), and excludes nodes with
-   broken GPUs (`broken_gpus`). Then `group_outcome.next_start` decides whether another trainer follows.
+2. `trainer.fit` runs one Ray trainer after another (`group.train_group`), until the run ends or fails. Before each
+   trainer, `group.open_context` checks that all nodes can use the run's storage (`probe`), and excludes nodes with
+   broken GPUs (`broken_gpus`). After each trainer, `group_outcome.next_start` decides whether another one follows.
 3. `loop.train_loop` runs in each worker process that Ray Train has started. If the process outlives its group
    (`survivor.Survivor`), the loop continues in the next group.
 4. `joining.Joining` makes the process a worker of the run. It forms a group, claims the run together with the group
@@ -16,9 +16,9 @@ The modules are used in this order:
    use the loop of its library (`sunspot.adapters`).
 7. `worker.Worker` ends each step (`finish_step`). It then saves, evaluates, reports, stops or restarts if needed.
    `Worker.wait_before_change` keeps parameters unchanged until the copy of the previous state is complete.
-8. If a worker is lost, `loop.train_in_groups` takes the others to the next group. `Survivor.abandon_group` keeps their
-   state, and `undo.StepGuard` undoes the step that the loss has interrupted. `sunspot.elastic` describes all of this
-   from the beginning. `replacement.end_replacement` ends a replacement that cannot train.
+8. If a worker is lost, the other workers continue in the next group (`loop.train_in_groups`). `Survivor.abandon_group`
+   keeps their state, and `undo.StepGuard` undoes the interrupted step. `sunspot.elastic` describes how a group handles
+   a loss. `replacement.end_replacement` ends a replacement that cannot train.
 
 One step, from its rows to the beginning of the next step
 ---------------------------------------------------------

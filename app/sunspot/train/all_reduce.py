@@ -67,7 +67,10 @@ class Timing:
 
 
 def try_all_reduce(storage_path: str, meeting: str, rank: int, gpus: int) -> Check:
-    """Time an all-reduce between the two pods of a `meeting`, and return the result as a check. `rank` is 0 or 1."""
+    """Time an all-reduce between this pod and another one, and return the result as a check.
+
+    `rank` is 0 in one pod and 1 in the other. The pods find each other by `meeting`, a name that they share.
+    """
     gpus = min(gpus, torch.cuda.device_count())
     try:
         store, host = open_store(open_storage(storage_path), f"{FOLDER}/{meeting}", rank)
@@ -88,9 +91,8 @@ def try_all_reduce(storage_path: str, meeting: str, rank: int, gpus: int) -> Che
 def judge(timing: Timing, gpus: int) -> Check:
     """Return the result of the network check for two pods with `gpus` GPUs each.
 
-    It is a warning if GPUs would wait for the network.
-
-    The bandwidth is that of one direction, in Gb/s, like NCCL's bus bandwidth (NVIDIA, nccl-tests, PERFORMANCE.md).
+    The result is a warning if GPUs would have to wait for the network. Its text has the bandwidth in one direction in
+    Gb/s, computed like NCCL's bus bandwidth (NVIDIA, nccl-tests, PERFORMANCE.md).
     """
     workers = 2 * max(gpus, 1)
     gigabits = GRADIENTS * 8e-9 / timing.large_s * 2 * (workers - 1) / workers
@@ -107,7 +109,7 @@ def judge(timing: Timing, gpus: int) -> Check:
 
 
 def open_store(storage: Storage, key: str, rank: int) -> tuple[Any, str]:
-    """Wait for the other pod. Return the store that both pods use, and the host that serves the store.
+    """Wait for the other pod. Return the store that connects the two pods, and the host that serves the store.
 
     Raises `TimeoutError` if the other pod does not appear in time, and `RuntimeError` if it cannot be reached.
     """
@@ -142,7 +144,7 @@ def _await_address(storage: Storage, key: str) -> tuple[str, int]:
 
 
 def measure(host: str, port: int, world_size: int, gpus: int, rank: int) -> Timing:
-    """Time the all-reduces in the process of one rank. The rank uses a GPU of its pod, or the CPU if `gpus` is 0."""
+    """Time the all-reduces in the process of one rank, on a GPU of its pod, or on the CPU if `gpus` is 0."""
     limit = timedelta(seconds=ANSWER_S)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "nccl"
@@ -159,7 +161,7 @@ def measure(host: str, port: int, world_size: int, gpus: int, rank: int) -> Timi
 
 
 def time_all_reduce(values: torch.Tensor) -> float:
-    """Return the median duration of TIMES all-reduces of these values, in seconds."""
+    """Return the median duration of TIMES all-reduces of `values`, in seconds."""
 
     def exchange() -> None:
         dist.all_reduce(values)

@@ -1,6 +1,6 @@
 """Excludes nodes with broken GPUs at the start of a run, when nodes join it, and after a worker is lost.
 
-A node is excluded by draining it. Ray then schedules nothing more on the node, and the node goes away once it is idle.
+A node is excluded by draining it: Ray schedules nothing more on the node, and removes the node once it is idle.
 """
 
 import logging
@@ -33,7 +33,7 @@ SUSPECT_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class RequiredResources:
-    """Resources that the remaining nodes must have for the run to continue."""
+    """Resources that the run needs to continue if nodes are excluded."""
 
     per_worker: dict[str, float]
     "Amount of each resource that one worker needs."
@@ -56,7 +56,7 @@ class RequiredResources:
 
 
 def find_broken_gpus(nodes: Sequence[Mapping[str, Any]], timeout_s: float = PROBE_TIMEOUT_S) -> Problems:
-    """Return GPU problems, keyed by node."""
+    """Check the GPUs of these nodes, and return the problems, keyed by node."""
     promised = {str(node["NodeID"]): (ceil(gpus),) for node in nodes if (gpus := node["Resources"].get("GPU"))}
     return ask_nodes("their GPUs", find_gpu_problem, promised, 1, timeout_s)
 
@@ -114,7 +114,7 @@ def new_nodes_checked(
 
 @dataclass(frozen=True)
 class BrokenInTraining:
-    """Excludes nodes on which a broken GPU has ended a rank. Ray Train's controller calls this before each group."""
+    """Excludes nodes on which a broken GPU has ended a worker. Ray Train's controller calls this before each group."""
 
     control: ControlClient
     required: RequiredResources

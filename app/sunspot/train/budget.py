@@ -19,11 +19,11 @@ CHECK_EVERY_S = 60.0
 
 
 def refuse_unpriced_budget(settings: Settings) -> None:
-    """Raise `SettingsError` if there is a budget, but no price with which to compute what the run has cost."""
+    """Raise `SettingsError` if the run has a budget, but its cost is unknown because the nodes have no prices."""
     if settings.budget and not settings.job.prices:
         raise SettingsError(
             f"SUNSPOT_BUDGET={settings.budget} needs the prices of the nodes; set price under head and worker in a "
-            "profile and submit the run with it, or omit the budget"
+            "profile and submit the run with this profile, or omit the budget"
         )
 
 
@@ -31,8 +31,8 @@ def refuse_unpriced_budget(settings: Settings) -> None:
 def within_budget(run: Run, settings: Settings) -> Iterator[None]:
     """Context manager that asks the run to save and stop once it has cost as much as its budget.
 
-    The request is the same as that of `sunspot stop`, so it also holds for later attempts. If the budget is spent
-    already, the run is asked to stop before it trains.
+    The request is the same as that of `sunspot stop`, so later attempts do not train either. If the budget is already
+    spent, the run is asked to stop before it trains.
     """
     budget = parse_budget(settings.budget)
     if budget is None:

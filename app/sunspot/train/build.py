@@ -99,7 +99,7 @@ class WorkerSetup:
 def build_worker(setup: WorkerSetup, state: TrainingState, phases: Phases) -> Worker:
     """Build the worker after its group has claimed the run.
 
-    `phases` holds the times at which the phases of the group's start have ended so far.
+    `phases` holds the end time of each completed phase of the group's start.
     """
     plan = setup.plan
     start = setup.start
@@ -199,7 +199,7 @@ def build_learner(
 
 
 def prepare_learner(plan: Plan, control: ControlClient, place: WorkerPlace | None = None) -> Learner:
-    """Build a replacement's learner without the other workers. The learner does not have their state yet.
+    """Build a replacement's learner without the other workers, from which the learner will get its state later.
 
     Under hsdp, `place` determines the learner's shard.
     """
@@ -215,7 +215,7 @@ def prepare_learner(plan: Plan, control: ControlClient, place: WorkerPlace | Non
 
 
 def leave_empty(model: torch.nn.Module, optimizer: Optimizer) -> None:
-    """Load nothing into a sharded model and its optimizer."""
+    """Do nothing, so that a sharded model and its optimizer stay uninitialized until they get their state."""
 
 
 def build_model(plan: Plan, task: Task, state: TrainingState, attempt: Attempt, place: WorkerPlace) -> torch.nn.Module:
@@ -265,7 +265,7 @@ def load_pretrained(task: Task, model: torch.nn.Module) -> None:
     if not task.load_pretrained:
         raise task.error(
             "its build_model returned parameters on the meta device, which have no values; build them on the CPU, or "
-            "define load_pretrained(model), which fills them"
+            "define load_pretrained(model) to fill them"
         )
     task.load_pretrained(model)
 
@@ -315,7 +315,7 @@ def refuse_uninitialized(model: torch.nn.Module, settings: Settings) -> None:
 
 
 def refuse_small_micro_batches(model: torch.nn.Module, settings: Settings) -> None:
-    """Raise `SettingsError` for batch norm with micro batches of 1 or 2 rows. Some passes would have a single row."""
+    """Raise `SettingsError` for batch norm with MICRO_BATCH_SIZE 1 or 2, because some passes could have one row."""
     norms = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
     if settings.micro_batch_size in (1, 2) and any(isinstance(module, norms) for module in model.modules()):
         raise SettingsError(
@@ -325,7 +325,7 @@ def refuse_small_micro_batches(model: torch.nn.Module, settings: Settings) -> No
 
 
 def compile_model(model: torch.nn.Module, plan: Plan, world_size: int, device: torch.device) -> None:
-    """Configure a model to be compiled in its first passes, according to COMPILE. Its tensors keep their names.
+    """Set up a model to be compiled in its first passes, according to COMPILE. The tensors keep their names.
 
     Under fsdp, each block is compiled separately, because parameters are gathered between blocks. With COMPILE=default,
     repeated blocks are also compiled separately under ddp. Raises `SettingsError` if no compiler is installed.
@@ -352,8 +352,8 @@ def compile_model(model: torch.nn.Module, plan: Plan, world_size: int, device: t
 def are_repeated(blocks: list[torch.nn.Module]) -> bool:
     """Return True if blocks are so similar that one or two compiled graphs are enough for all of them.
 
-    Compiling then takes much less time than for the whole model, and each block's gradients are averaged while the
-    blocks before it still compute theirs.
+    Compiling such blocks separately is much faster than compiling the whole model. Each block's gradients can also be
+    averaged while the backward pass continues in the blocks before it.
     """
     kinds = {(type(block), *(parameter.shape for parameter in block.parameters())) for block in blocks}
     return len(blocks) >= REPEATED_BLOCKS and len(kinds) <= 2 and all(any(block.children()) for block in blocks)
@@ -393,7 +393,7 @@ def make_loader(plan: Plan, task: Task, place: WorkerPlace) -> Loader:
         print(
             f"rows: on {device}"
             if loader.resident
-            else f"rows: kept in host memory, because {device} has too little free memory for them"
+            else f"rows: kept in host memory, because {device} does not have enough free memory"
         )
     return loader
 
@@ -402,7 +402,7 @@ def make_loader(plan: Plan, task: Task, place: WorkerPlace) -> Loader:
 
 
 def open_journals(run: Run, start: StartPoint) -> Journals:
-    """Open the attempt's metric history and events. The first events list skipped checkpoints and changed versions."""
+    """Open the attempt's metric history and events. Record events for skipped checkpoints and changed versions."""
     attempt = start.attempt
     journals = Journals(run, attempt.number)
     for text in attempt.skipped:
@@ -433,7 +433,7 @@ def describe_new_length(learner: Learner, step: int, before: int) -> str:
 
 
 def describe_unused_tf32(learner: Learner) -> str:
-    """Return a warning about matrix products in fp32 on a GPU that has TF32, or an empty string."""
+    """Return a warning if matrices are multiplied in fp32 on a GPU that supports TF32, or an empty string."""
     fp32 = learner.plan.settings.precision == "fp32" and not learner.task.library_loop
     if not fp32 or learner.place.device.type != "cuda" or not torch.cuda.is_tf32_supported():
         return ""
@@ -455,7 +455,7 @@ def describe_rates(learner: Learner) -> list[str]:
 def ends_in_memory(plan: Plan, step: int, state: TrainingState) -> bool:
     """Return True if the run ends at `step`, but its last state may exist only in memory.
 
-    No further step would save that state, so the worker evaluates it and saves it again.
+    No further step would save this state, so the worker must evaluate and save the state before the run ends.
     """
     ended_early = is_out_of_patience(state.metrics, plan.settings.early_stop_evaluations)
     return state.tier in ("memory", IN_PLACE) and (step >= plan.total_steps or ended_early)
@@ -464,8 +464,8 @@ def ends_in_memory(plan: Plan, step: int, state: TrainingState) -> bool:
 def leaves_out_evaluation(start: StartPoint, total_steps: int) -> bool:
     """Return True if the epoch's evaluation must be skipped, because EVALUATION_TRIES groups failed to complete it.
 
-    A group does not count if all of its processes continue in the next group, because it ended only to admit more
-    workers. The evaluation at the end of the run is never skipped, because no step waits for it.
+    A group does not count as failed if all of its processes continue in the next group, because such a group ended only
+    to admit more workers. The evaluation at the end of the run is never skipped, because no step has to wait for it.
     """
     step = start.attempt.step
     here = [start.attempt, *takewhile(lambda attempt: attempt.step == step, reversed(start.before))]

@@ -1,8 +1,8 @@
 """CUDA graphs for a model's forward and backward pass (GRAPH=auto).
 
 A step of a small model launches hundreds of short kernels, and the GPU waits for the host. A graph launches all kernels
-of a pass at once. Only the model is in the graph: the loss, the average of the gradients and the optimizer's step
-follow it as usual. So a new group of workers needs no new graph (docs/decisions/0028-a-graph-holds-only-the-model.md).
+of a pass at once. Only the model is in the graph. The loss, the averaging of gradients and the optimizer's step run as
+usual, so a new group of workers needs no new graph (docs/decisions/0028-a-graph-holds-only-the-model.md).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Key: TypeAlias = tuple[object, ...]
 
 
 def use_graphs(model: nn.Module, settings: Settings, device: torch.device) -> None:
-    """Make a model run its passes as CUDA graphs, or print why GRAPH=auto has no effect."""
+    """Make a model run its passes as CUDA graphs, or print why this run cannot use CUDA graphs."""
     if settings.graph == "off":
         return
     reason = find_obstacle(settings, device)
@@ -61,10 +61,10 @@ def find_obstacle(settings: Settings, device: torch.device) -> str:
 class GraphedForward:
     """A module's `forward`, which replays a CUDA graph if it has captured one for inputs of the same shapes.
 
-    Passes that a graph cannot replay run as before: evaluations, a second forward pass before the backward pass of the
-    first, passes that add to existing gradients, and passes with inputs that are not tensors. A model with hooks gets
-    no graph. If the capture of a graph fails, or if its results differ from those of the same pass without it, inputs
-    of these shapes get no graph.
+    Passes that a graph cannot replay run without a graph: evaluations, a second forward pass before the backward pass
+    of the first, passes that add to existing gradients, and passes with inputs that are not tensors. A model with hooks
+    gets no graph. If a graph cannot be captured, or if its results differ from those of an ordinary pass, all passes
+    with inputs of the same shapes run without a graph.
     """
 
     def __init__(self, module: nn.Module, make_graphed: Callable[..., Any] = torch.cuda.make_graphed_callables) -> None:
@@ -150,7 +150,7 @@ class GraphedForward:
             module.forward = self
 
     def _compare(self, graph: Callable[..., Any], inputs: tuple[torch.Tensor, ...], devices: list[torch.device]) -> str:
-        """Return a problem if the results of a graph and of the same pass without it differ, or an empty string."""
+        """Return a problem if a graph and an ordinary pass give different results, or an empty string."""
         results = []
         for forward in (self._without_graph, graph):
             with torch.random.fork_rng(devices):
@@ -168,7 +168,7 @@ class GraphedForward:
 
 
 class BackwardPass:
-    """A hook that records that a backward pass has begun. It lives as long as the pass can still begin."""
+    """A hook that records that a backward pass has begun. Only the outputs of the forward pass keep it alive."""
 
     def __init__(self) -> None:
         self.began = False
@@ -179,5 +179,5 @@ class BackwardPass:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return True if a module calls hooks in its passes."""
+    """Return True if a module has forward or backward hooks."""
     return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))

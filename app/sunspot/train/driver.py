@@ -1,4 +1,4 @@
-"""The driver of a run. It claims the run, plans, trains, records the outcome, and prints the result."""
+"""The driver of a run. It claims and plans the run, trains, records the outcome, and prints the result."""
 
 from __future__ import annotations
 
@@ -121,7 +121,10 @@ class Origin(NamedTuple):
 
 
 def may_train(claimant: Claimant, limit_s: float, job: str = "") -> bool:
-    """Return False if the run is stopped. Raises the error that permanently ended this owner's job, if there is one."""
+    """Return False if the run is stopped. Raise the error that permanently ended this owner's job, if there is one.
+
+    Reading the run from storage may take up to `limit_s` seconds.
+    """
     run = claimant.run
     fatal, stopped = with_deadline(limit_s, "reading the run", lambda: (fatal_error(claimant), stop_requested(run)))
     if fatal:
@@ -144,13 +147,13 @@ def _describe_stop(claimant: Claimant) -> str:
 
 
 def _stop_reason(claimant: Claimant) -> str:
-    """Return the reason for the run's state, or an empty string if a user stopped the run."""
+    """Return the reason if a move or the budget stopped the run, or an empty string if a user did."""
     by = _describe_stop(claimant)
     return f"stopped by {by}" if by.startswith((SPENT_BUDGET, MOVE)) else ""
 
 
 def has_failed_for_good(claimant: Claimant) -> bool:
-    """Return True if storage records an error that permanently ended this job. A retry of the job would not train."""
+    """Return True if storage contains an error that permanently ended this job. A retry of the job would not train."""
     with suppress(StorageError, DamageError):
         return with_deadline(RECORD_S, "reading the run", fatal_error, claimant) is not None
     return False
@@ -184,7 +187,8 @@ def train(
 ) -> tuple[RunState, str]:
     """Train until the plan is complete, and predict with the last checkpoint.
 
-    `outcome` writes the run's status meanwhile. Returns the run's final state, and a reason if that state is unusual.
+    `outcome` writes the driver's part of the run's status. Returns the run's final state, and the reason if the run
+    ended because of its budget, a move or early stopping.
     """
     # Imported here, because torch and Ray take seconds to import.
     from sunspot.predict.for_report import save_exhibit, save_predictions
@@ -222,7 +226,7 @@ def train(
 
 
 def identify_rows(plan: Plan) -> Rows:
-    """Return the identity of the plan's training rows and of their order.
+    """Return a value that identifies the plan's training rows and their order.
 
     Raises `StorageError` if the data cannot be read.
     """

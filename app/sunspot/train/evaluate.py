@@ -91,9 +91,9 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 
 
 def describe_absent(metric: str, names: Collection[str]) -> str:
-    """Return a message if the task has no metric of the name `metric` (CHECKPOINT_METRIC), or an empty string.
+    """Return a message if the task has no metric called `metric` (CHECKPOINT_METRIC), or an empty string.
 
-    `names` are the task's metrics. Those of held-out rows have the prefix HELD_OUT.
+    `names` are the names of the task's metrics. Metrics of held-out rows have the prefix HELD_OUT.
     """
     if metric == LOSS or metric in names or HELD_OUT + metric in names:
         return ""
@@ -108,7 +108,7 @@ class Patience:
     """
 
     def __init__(self, settings: Settings, before: Mapping[str, Any]) -> None:
-        """Load the count so far from `before`, the metrics of the state from which training continues."""
+        """Continue counting from `before`, the metrics of the state from which training continues."""
         self._limit = settings.early_stop_evaluations
         self._order = settings.checkpoint_order
         self._metric = HELD_OUT + settings.checkpoint_metric.removeprefix(HELD_OUT)
@@ -117,7 +117,7 @@ class Patience:
 
     @property
     def over(self) -> bool:
-        """True if there were too many evaluations without an improvement."""
+        """True if there were too many consecutive evaluations without an improvement."""
         return is_out_of_patience(self.state, self._limit)
 
     def ends(self, results: Mapping[str, float]) -> bool:

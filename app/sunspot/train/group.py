@@ -1,4 +1,4 @@
-"""Runs one of Ray's trainers, and finds out how it ended.
+"""Runs a Ray trainer, and finds out how it ended.
 
 In restart mode, a trainer starts one worker group after another. In survivor mode, a trainer only replaces lost
 processes, and ends when all of its workers have ended.
@@ -94,7 +94,7 @@ itself.
 
 @dataclass(frozen=True)
 class TrainingContext:
-    """The objects that the driver provides while one of Ray's trainers runs."""
+    """The objects that the driver provides while a Ray trainer runs."""
 
     plan: Plan
     claimant: Claimant
@@ -116,10 +116,10 @@ def open_context(
     note_end: Callable[[str], None] = lambda why: None,
     sick_nodes: SickNodes | None = None,
 ) -> Iterator[TrainingContext]:
-    """Check the nodes, and yield a trainer's context. Nodes, signals and progress are monitored while it is open.
+    """Check the nodes, and yield a context for a trainer. Nodes, signals and progress are monitored until it closes.
 
     Raises `SunspotError` if the run cannot train on these nodes. `note_end` is described in `trainer.fit`.
-    `sick_nodes` finds the nodes that the group leaves in survivor mode.
+    In survivor mode, the group stops using the nodes that `sick_nodes` finds.
     """
     settings = plan.settings
     given = settings.num_workers
@@ -170,7 +170,7 @@ def open_context(
 
 
 def choose_node_groups(settings: Settings) -> GroupChoice | None:
-    """Wait for nodes of the run's node groups, and return the object that chooses among these groups.
+    """Wait for nodes of the run's node groups, and return an object that chooses between the groups.
 
     Returns None if the run has no node groups.
     """
@@ -188,12 +188,12 @@ def choose_node_groups(settings: Settings) -> GroupChoice | None:
 
 
 def required_resources(plan: Plan, resources: Resources) -> RequiredResources:
-    """Return the resources that must remain when nodes are excluded."""
+    """Return the resources that the run needs to continue if nodes are excluded."""
     return RequiredResources(resources.per_worker, plan.settings.num_workers.least)
 
 
 def train_group(context: TrainingContext, start: TrainerStart) -> GroupOutcome:
-    """Run one of Ray's trainers to its end, and return how it ended."""
+    """Run a Ray trainer until it ends, and return how it ended."""
     control, membership = context.control, context.membership
     settings = context.plan.settings
     control.send(ControlChannel.add_incident_facts, start.incident)
@@ -232,7 +232,7 @@ def train_group(context: TrainingContext, start: TrainerStart) -> GroupOutcome:
 
 
 def fetch_news(control: ControlClient, note_end: Callable[[str], None]) -> News:
-    """Return the news for the terminal. Also pass the reason why the newest worker group ended to `note_end`."""
+    """Return the news to print. Also call `note_end` with the reason why the newest worker group ended."""
     news = control.call(ControlChannel.fetch_news)
     note_end(news.ended)
     return news
@@ -244,7 +244,7 @@ def only_driver_remains(
     has_nothing_to_save: Callable[[], bool] = lambda: False,
     limit_s: float = math.inf,
 ) -> bool:
-    """Wait until a trainer ends, and return False. Return True if there is no point in waiting, in one of three cases.
+    """Wait until a trainer ends, and return False. Return True as soon as waiting is pointless, in one of these cases:
 
     1. All workers have finished or are lost, and the trainer has not noticed. Ray does not poll workers while it places
        a replacement.
@@ -290,7 +290,7 @@ def make_worker_config(context: TrainingContext) -> WorkerConfig:
 
 
 def make_trainer(context: TrainingContext) -> Any:
-    """Create Ray's trainer. It stores only Ray's own files.
+    """Create a Ray trainer. It stores only Ray's own files.
 
     Ray's uploads can lose files, and a single failed write of Ray's snapshot ends the training. Sunspot therefore
     resumes from its own checkpoints and history (sunspot/checkpoint).
@@ -335,7 +335,7 @@ def make_trainer(context: TrainingContext) -> Any:
 
 
 def choose_trainer(plan: Plan, timeout_s: int) -> tuple[Any, dict[str, Any]]:
-    """Return Ray's trainer class for the plan's task, and its backend argument. Imports only the task's library."""
+    """Return the Ray trainer class for the plan's task, and its backend argument. Imports only the task's library."""
     task = load_task(plan.settings)
     if not task.find_ray_trainer:
         return TorchTrainer, {"torch_config": BackendConfig(timeout_s=timeout_s)}
@@ -347,7 +347,7 @@ def choose_trainer(plan: Plan, timeout_s: int) -> tuple[Any, dict[str, Any]]:
 
 
 def make_streams(plan: Plan, resources: Resources) -> StepStreams:
-    """Create the streams that give each worker its rows. A Ray actor that unpickles them imports this module."""
+    """Create the streams that give each worker its rows."""
     settings = plan.settings
     begins_at = functools.partial(first_step, settings.storage_path, settings.run_name)
     return StepStreams(plan.data, plan.total_steps, begins_at, resources.reading_cpus)

@@ -1,4 +1,4 @@
-"""The outcome of one of Ray's trainers, and the decision whether another trainer follows."""
+"""The outcome of a Ray trainer, and the decision whether another trainer follows."""
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -21,7 +21,7 @@ MAX_FAILURES, because no worker has failed."""
 
 @dataclass(frozen=True)
 class TrainerStart:
-    """The reason for starting one of Ray's trainers, and the failures so far."""
+    """The reason for starting a Ray trainer, and the failures so far."""
 
     incident: Incident = field(default_factory=Incident)
     "The incident that ended the previous trainer."
@@ -32,7 +32,7 @@ class TrainerStart:
 
 
 class EndReason(StrEnum):
-    """Why one of Ray's trainers ended."""
+    """The reason why a Ray trainer ended."""
 
     NO_ERROR = "Ray reported no error: the workers have finished, or none is left"
     RESTART = "the workers ended for a restart"
@@ -43,7 +43,7 @@ class EndReason(StrEnum):
 
 @dataclass(frozen=True)
 class GroupOutcome:
-    """The outcome of one of Ray's trainers."""
+    """The outcome of a Ray trainer."""
 
     reason: EndReason
     error: Exception | None = None
@@ -55,7 +55,7 @@ class GroupOutcome:
 
     @property
     def fatal_error(self) -> Exception | None:
-        """An error of a worker that cannot be fixed by a restart, or None."""
+        """A worker's error that a restart cannot fix, or None."""
         return self.end.fatal if self.end else None
 
     @property
@@ -95,7 +95,7 @@ def find_reason(error: Exception | None, restart: bool, one_machine: bool) -> En
 
 
 def describe_killed(error: Exception) -> str:
-    """Return the memory usage of a controller that Ray killed because memory ran out, or an empty string."""
+    """Return the memory usage of a controller that Ray killed to free memory, or an empty string."""
     _, figures = find_killed_for_memory(getattr(error, "controller_failure", error))
     return figures
 
@@ -103,7 +103,7 @@ def describe_killed(error: Exception) -> str:
 def next_start(
     outcome: GroupOutcome, start: TrainerStart, max_failures: int, survivor_mode: bool
 ) -> TrainerStart | None:
-    """Return how to start the trainer that follows the one started with `start`, or None if no trainer follows.
+    """Return how to start the next trainer, or None if no trainer follows. `start` is the current trainer's start.
 
     In restart mode, Ray starts the next group itself, so another trainer is needed only if Ray's controller failed.
     """

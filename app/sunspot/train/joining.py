@@ -1,4 +1,4 @@
-"""Makes a process a worker of the run. It joins a group, claims the run with this group, and builds its model."""
+"""Makes a process a worker of the run. The process joins a group, claims the run with it, and builds its model."""
 
 import os
 import socket
@@ -71,7 +71,7 @@ class WorkerConfig:
 
     @property
     def limit_s(self) -> float:
-        """Maximum number of seconds to wait in one collective. Another worker may be waiting for storage meanwhile."""
+        """Maximum number of seconds to wait in a collective, while another worker may be waiting for storage."""
         return self.plan.settings.storage_timeout_s + self.collective_timeout_s
 
     @cached_property
@@ -90,10 +90,10 @@ class WorkerConfig:
 
 
 class Joining(ExitStack):
-    """The steps `form`, `claim` and `build`, which make this process a worker of the run.
+    """Makes this process a worker of the run, in the steps `form`, `claim` and `build`.
 
-    `loop.train_in_group` takes them in this order. Each step contains collectives, so every rank of the group must take
-    the same steps. The context ends when the process has left the group.
+    `loop.train_in_group` calls these methods in this order. Each method contains collectives, so every rank of the
+    group must call the same methods. The context ends when the process has left the group.
     """
 
     def __init__(self, config: WorkerConfig, survivor: Survivor | None = None) -> None:
@@ -108,7 +108,7 @@ class Joining(ExitStack):
     # ------------------------------------------------------------------------------------------------------------ form
 
     def form(self) -> WorkerPlace | None:
-        """Form a group with the other workers, and return this worker's place in it. Return None if no group forms."""
+        """Form a group with the other workers. Return this worker's place in the group, or None if no group forms."""
         config, survivor = self._config, self._survivor
         set_up_process(config, survivor)
         if survivor is None:
@@ -132,7 +132,7 @@ class Joining(ExitStack):
         return place
 
     def _prepare_alone(self, survivor: Survivor) -> Learner:
-        """Build a learner while the other workers train. Under hsdp, it has the shard that the driver chose."""
+        """Build a learner while the other workers train. Under hsdp, its model is the shard that the driver chose."""
         replicas = survivor.replicas
         if not replicas:
             return self._prepare_learner()
@@ -146,10 +146,10 @@ class Joining(ExitStack):
     # ----------------------------------------------------------------------------------------------------------- claim
 
     def claim(self, place: WorkerPlace) -> WorkerSetup | None:
-        """Claim the run's next attempt with the other workers. It starts from the newest state that any of them has.
+        """Claim the run's next attempt with the other workers, starting from the newest state that any worker has.
 
-        Returns None if this job may no longer train the run. An error that cannot be fixed by a retry is reported to
-        the driver, so that this job's next worker group ends at once.
+        Returns None if this job may no longer train the run. An error that no retry can fix is also reported to the
+        driver. If Ray then starts another worker group for this job, that group ends at once.
         """
         config, survivor = self._config, self._survivor
         plan = config.plan
@@ -265,7 +265,7 @@ def report_fatal(error: SunspotError, control: ControlClient, survivor: Survivor
 
 
 def set_tf32(allowed: bool) -> None:
-    """Set whether GPUs may round fp32 inputs of matrix products and convolutions to TF32."""
+    """Allow or forbid GPUs to round fp32 inputs of matrix products and convolutions to TF32."""
     torch.set_float32_matmul_precision("high" if allowed else "highest")
     torch.backends.cudnn.allow_tf32 = allowed  # torch's default is True for convolutions, and False for matrices
 

@@ -27,7 +27,7 @@ from sunspot.train.undo import StepUndo
 
 
 class Loader(Protocol):
-    """Loader of this worker's rows."""
+    """A loader of this worker's rows."""
 
     ids: torch.Tensor | None
     "Row IDs of the newest batch of `train` in main memory, int64 [B], or None if only the batch itself has them."
@@ -69,7 +69,7 @@ class Learner:
         "The model of the newest pass, and a wrapper of it that is not compiled together with the loss."
 
     def compute_loss(self, model: torch.nn.Module, batch: Batch) -> Any:
-        """Return what the task's `loss` returns. COMPILE compiles `loss`, but the model is compiled separately."""
+        """Call the task's `loss`, and return its result. COMPILE compiles `loss` separately from the model."""
         if not self._compiled_loss:
             assert self.task.loss
             return self.task.loss(model, batch)
@@ -80,8 +80,8 @@ class Learner:
     def warm_up(self) -> None:
         """Take a step and discard it, so that compilation and memory allocation do not delay the other workers later.
 
-        Everything that the step changes will be replaced by the other workers' state. A task with its own loop is not
-        warmed up. Neither is a task whose loss needs the other workers, because such a loss raises an error here.
+        Everything that the step changes will later be replaced by the other workers' state. A task with its own loop is
+        not warmed up. If the task's loss needs the other workers, the step fails, and the error is ignored.
         """
         if self.task.train:
             return
@@ -121,7 +121,7 @@ class Learner:
 
 
 def in_precision(learner: Learner) -> AbstractContextManager[None]:
-    """Return an autocast context with the precision that PRECISION sets."""
+    """Return an autocast context for the precision that is set by PRECISION."""
     if learner.plan.settings.precision == "bf16":
         return torch.autocast(learner.place.device.type, torch.bfloat16)
     return nullcontext()
@@ -144,7 +144,7 @@ def row_losses(learner: Learner, model: torch.nn.Module, batch: Batch) -> tuple[
 
 
 def fill_up(learner: Learner, batch: Batch) -> Batch:
-    """Repeat a batch's rows until there are enough for a pass with COMPILE."""
+    """Repeat the rows of a batch until it has as many rows as a compiled pass needs."""
     rows = batch["row"].shape[0]
     if rows >= learner.plan.pass_rows:
         return batch
@@ -153,9 +153,9 @@ def fill_up(learner: Learner, batch: Batch) -> Batch:
 
 
 def refuse_means(learner: Learner, returned: Any, rows: int) -> tuple[torch.Tensor, Batch]:
-    """Check what the task's `loss` has `returned`, and return the loss and the metrics of each row.
+    """Check the value that the task's `loss` has `returned`. Return the loss and the metrics of each row.
 
-    Raises `SettingsError` if one of them is not a single number per row, or if a metric's name is not allowed.
+    Raises `SettingsError` if the loss or a metric is not one number per row, or if a metric's name is not allowed.
     """
     losses, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     are_named = type(metrics) is dict or isinstance(metrics, Mapping)  # the second test takes a microsecond

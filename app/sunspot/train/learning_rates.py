@@ -1,8 +1,8 @@
 """The learning rates of each step. A task's `schedule` scales them, or its PyTorch schedulers set them.
 
 The rates are a function of the step. A run can therefore resume from any step, and checkpoints do not contain
-schedulers. A task's scheduler never gets the real optimizer, but a stand-in with the same parameter groups. The options
-that it sets there are copied to the real optimizer.
+schedulers. A task's scheduler gets a stand-in with the same parameter groups instead of the real optimizer. The options
+that the scheduler sets in the stand-in are copied to the real optimizer.
 """
 
 import inspect
@@ -49,7 +49,7 @@ class LearningRates:
     """The learning rates of an optimizer's parameter groups, as a function of the step."""
 
     def __init__(self, plan: Plan, task: Task, optimizer: Optimizer) -> None:
-        """Keep the learning rates of a new `optimizer`. Call this before the optimizer loads a state."""
+        """Copy the learning rates of a new `optimizer`. Call this before the optimizer loads a state."""
         self._plan = plan
         self._task = task
         self._built = stand_in_for(optimizer)
@@ -57,7 +57,7 @@ class LearningRates:
         "Played schedulers, keyed by the number of steps in the run."
 
     def at(self, step: int, total_steps: int) -> list[Options]:
-        """Return the options of each group at a step of a run with `total_steps` steps. Steps are counted from 0.
+        """Return each group's options at a step of a run with `total_steps` steps. The first step is 0.
 
         Raises `SettingsError` if the task's schedulers cannot be used.
         """
@@ -111,12 +111,12 @@ class LearningRates:
 class PlayedSchedulers:
     """The schedulers that a task builds on a stand-in for its optimizer, for a run with `total_steps` steps.
 
-    If all of them can jump (`can_jump`), they jump to the requested step. Otherwise they take every step up to it, and
-    are built again if the requested step is an earlier one.
+    If all schedulers can jump (`can_jump`), they jump to the requested step. Otherwise, they take every step before it,
+    and are built again if they are already past it.
     """
 
     def __init__(self, plan: Plan, task: Any, built: Optimizer, total_steps: int) -> None:
-        """Build the schedulers. `built` is an optimizer with the groups as the task built them."""
+        """Build the schedulers. `built` is an optimizer with the same groups as the task's new optimizer."""
         self._plan = plan
         self._built = built
         self._build = task.build_scheduler
@@ -124,7 +124,7 @@ class PlayedSchedulers:
         self._begin()
 
     def at(self, step: int) -> list[Options]:
-        """Return the options that the schedulers set for a step, for each group."""
+        """Return each group's options, as the schedulers set them at a step."""
         if self._jumps:
             for scheduler in self._schedulers:
                 jump(scheduler, step)
@@ -152,7 +152,7 @@ class PlayedSchedulers:
         self._step = step
 
     def _build_schedulers(self) -> list[LRScheduler]:
-        """Return the schedulers that the task builds. Raises `SettingsError` if any of them cannot be used."""
+        """Build the task's schedulers. Raises `SettingsError` if any of them cannot be used."""
         more = {"steps_per_epoch": self._plan.steps.per_epoch}
         wanted = {name: value for name, value in more.items() if name in inspect.signature(self._build).parameters}
         built = self._build(self._optimizer, self._plan.settings, self._total_steps, **wanted)
@@ -161,8 +161,8 @@ class PlayedSchedulers:
             returned = f"{PREFIX}TASK={self._plan.settings.task}: its build_scheduler returned a {type(each).__name__}"
             if isinstance(each, ReduceLROnPlateau):
                 raise SettingsError(
-                    f"{returned}, which follows a metric; a run can resume from any step, so its learning rates must "
-                    "be a function of the step; choose another scheduler"
+                    f"{returned}, which follows a metric, but a run can resume from any step, so its learning rates "
+                    "must be a function of the step; choose another scheduler"
                 )
             if not isinstance(each, LRScheduler):
                 raise SettingsError(f"{returned}; return a scheduler of torch.optim.lr_scheduler, or a dict of several")
@@ -185,7 +185,7 @@ class StandIn(Optimizer):
 
 
 class Group(Options):
-    """A copy of an optimizer's group that records which options are set in it."""
+    """A copy of an optimizer's parameter group that records which options are set later."""
 
     def __init__(self, options: Options) -> None:
         # A scheduler changes a rate in place if it is a tensor, and records the initial rate itself.
@@ -210,13 +210,16 @@ def stand_in_for(optimizer: Optimizer) -> Optimizer:
 
 
 def set_by_scheduler(group: Options, built: Options) -> Options:
-    """Return the learning rate of a stand-in's `group`, and the options of `built` that a scheduler has set there."""
+    """Return the learning rate of a stand-in's `group`, and the other options that a scheduler has set in it.
+
+    Options that `built`, the task's own group, does not have are left out.
+    """
     others = (group.were_set if isinstance(group, Group) else set()) & built.keys() - {"params", "lr", "initial_lr"}
     return {"lr": float(group["lr"]), **{name: group[name] for name in others}}
 
 
 def set_options(optimizer: Optimizer, options: list[Options]) -> None:
-    """Set these options in each group. Tensors are replaced, because a save may still be reading the old tensors."""
+    """Set the options of each group. Tensors are replaced, because a save may still be reading the old tensors."""
     for group, values in zip(optimizer.param_groups, options, strict=True):
         for name, value in values.items():
             before = group.get(name)
@@ -243,6 +246,6 @@ def jump(scheduler: LRScheduler, step: int) -> None:
 
 
 def join_names(names: list[str]) -> str:
-    """Join the names of groups, in the form `a, b and 3 more` if there are more than MAX_NAMED_GROUPS."""
+    """Join the names of groups. If there are more than MAX_NAMED_GROUPS, the text is like `a, b and 3 more`."""
     more = len(names) - MAX_NAMED_GROUPS
     return ", ".join(names[:MAX_NAMED_GROUPS]) + (f" and {more} more" if more > 0 else "")

@@ -48,8 +48,8 @@ def train_in_groups(config: WorkerConfig, survivor: Survivor) -> None:
 def train_in_group(config: WorkerConfig, survivor: Survivor | None = None) -> None:
     """Train in one worker group, until the run or the group ends.
 
-    Raises `GroupRestartError` or `RegroupError` if training continues in the next group. Other errors are raised as
-    they are, and are recorded once the group has claimed the run.
+    Raises `GroupRestartError` or `RegroupError` if training continues in the next group, and otherwise the error that
+    ended training. If the group has already claimed the run, that error is also recorded in storage.
     """
     with Joining(config, survivor) as joining:
         place = joining.form()
@@ -85,7 +85,7 @@ def train(worker: Worker) -> None:
 
 
 def take_steps(run: TrainingRun) -> None:
-    """Take all steps of a task that has no loop of its own."""
+    """Take all steps of the run, for a task without its own loop."""
     for batch in run.batches():
         take_step(run, batch)
 

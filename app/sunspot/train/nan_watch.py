@@ -1,7 +1,7 @@
 """Detects NaN or infinite values in the loss and the weights, and decides when they end a run.
 
-The loss is checked only when a window's mean values are read, and the weights only when they are saved. Steps therefore
-never wait for the device.
+The loss is checked only when the means of a metric window are read, and the weights only when they are saved. Steps
+therefore never wait for the device.
 """
 
 import math
@@ -25,7 +25,7 @@ MIN_BYTES = 2
 
 
 class NanWatch:
-    """Counts consecutive metric windows that end with a loss that is not finite.
+    """Counts consecutive metric windows whose last step has a loss that is not finite.
 
     All workers get the same means and exchange their other findings, so that they make the same decision.
     """
@@ -40,7 +40,7 @@ class NanWatch:
     ) -> None:
         """Continue from a state that `model` has loaded. `before` are the metrics of this state.
 
-        `weights_checked` is False if the weights of this state were not checked, as in a copy in memory.
+        `weights_checked` is False if this state's weights were never checked, as is the case for copies in memory.
         """
         self._limit = settings.max_nan_windows
         self._group, self._model = group, model
@@ -54,11 +54,11 @@ class NanWatch:
         self._looks_at_weights = self._limit > 0 and NAN_ACCEPTED not in self.state
 
     def look(self, record: Mapping[str, Any], newest: list[Batch], saves: bool) -> None:
-        """Check a closed window of metrics. All workers call this together.
+        """Check a closed metric window. All workers call this together.
 
         `record` is the window's record. `newest` holds this worker's values from the last step of the window. A window
-        whose last step has a finite loss does not count: either only single rows were affected, or a loss scaler
-        skipped the steps without a finite loss. The weights are also checked if the state will be saved (`saves`).
+        whose last step has a finite loss is accepted, because only single rows were affected, or a loss scaler skipped
+        the other steps. The weights are also checked if the state will be saved (`saves`).
         """
         losses = {name for name in names_of_losses(record) if not math.isfinite(record[name])}
         suspect = bool(losses)
@@ -81,7 +81,7 @@ class NanWatch:
 
     @property
     def _accepted(self) -> dict[str, int]:
-        """The entry which records that some weights are infinite on purpose, or an empty dict."""
+        """The metrics entry which records that some weights are infinite on purpose, or an empty dict."""
         return {NAN_ACCEPTED: 1} if NAN_ACCEPTED in self.state else {}
 
     @property

@@ -69,8 +69,8 @@ def ask_nodes(
 ) -> Problems:
     """Run `act` on each node with that node's arguments, and return the problems that it finds.
 
-    Nodes that do not answer are named in a warning, which says that they were asked about `what`. Each process ends
-    after `calls` calls (0 for never), because a worker could otherwise inherit a process that has used the GPU.
+    A warning names the nodes that do not answer. `what` describes the check in this warning. Each process ends after
+    `calls` calls (0 for never), because a worker could otherwise inherit a process that has used the GPU.
     """
     task = ray.remote(num_cpus=0, max_retries=1, max_calls=calls)(act)
 
@@ -93,7 +93,7 @@ def ask_nodes(
 
 
 def list_problems(problems: Problems) -> str:
-    """Return the problems as text, such as `1a2b, 3c4d: this; 5e6f: that`."""
+    """Return the problems as text, in the form `NODE, NODE: PROBLEM; NODE: PROBLEM`."""
     named = list(dict.fromkeys(problems.values()))[:MAX_PROBLEMS_NAMED]
     return "; ".join(f"{_name([node for node in problems if problems[node] == each])}: {each}" for each in named)
 

@@ -1,15 +1,15 @@
 """Profiles some steps of a live run with torch.profiler, and writes the traces of the chosen ranks to storage.
 
-A thread of rank 0 finds a request in storage (`run.profiles`), and rank 0 broadcasts it after a step. All workers then
-know which steps follow:
+A thread of rank 0 finds a request in storage (`run.profiles`), and rank 0 broadcasts it after a step. All workers
+then know which steps to profile, and the chosen ranks proceed as follows:
 
 1. As many steps as requested are timed without the profiler, for comparison.
 2. The profiler starts. Its first step is slower than the others, and is not recorded.
 3. The requested steps are recorded. No epoch ends between them, so that no trace contains an evaluation.
 4. A thread writes the trace to a file, compresses it and writes it to storage, while training continues.
 
-If the group ends in the meantime, the profile is dropped, and the interrupted step is repeated as usual. An error of
-the profiler ends the profile, but never the training.
+If the group ends before that, the profile is dropped, and the interrupted step is repeated as usual. An error in the
+profiler ends the profile, but never the training.
 """
 
 import gzip
@@ -76,7 +76,7 @@ class StepProfiler:
         return True
 
     def begin(self, step: int) -> None:
-        """Begin the profile that rank 0 was asked for, after `step`. All workers call this together."""
+        """Begin the requested profile after `step`. All workers call this together."""
         request = broadcast_from_rank0(self._place.group, lambda: self._request)
         assert request
         first = find_first_step(step, request.steps, self._plan.steps.per_epoch)
@@ -100,7 +100,7 @@ class StepProfiler:
             start_thread(lambda: self._write(recording, error), "profile")
 
     def drop(self) -> None:
-        """Stop the profiler without a trace, because the group or the profile has ended."""
+        """Stop the profiler without writing a trace, because the group has ended or the profile has failed."""
         if self._recording:
             with suppress(Exception):  # the profiler itself may have failed
                 self._recording.stop()
@@ -134,7 +134,7 @@ class StepProfiler:
 
 
 class StepRecording:
-    """One profile on one rank."""
+    """The recording of one profile on one rank."""
 
     def __init__(self, request: ProfileRequest, first: int) -> None:
         """Prepare to record `request.steps` steps, beginning with step `first`."""
@@ -189,8 +189,8 @@ class StepRecording:
 def find_first_step(step: int, steps: int, per_epoch: int) -> int:
     """Return the first recorded step of a profile of `steps` steps that begins after `step`.
 
-    It follows at least `steps` steps for comparison, and one step that is not recorded. No epoch ends between that step
-    and the last recorded step, unless an epoch has too few steps.
+    At least `steps` steps for comparison and one unrecorded step come before it. No epoch ends between the unrecorded
+    step and the last recorded step, unless an epoch has too few steps.
     """
     warm_up = step + steps + 1
     position = (warm_up - 1) % per_epoch

@@ -1,4 +1,4 @@
-"""Derives random numbers from the seed and a step, row or rank. No generator's state needs to be stored.
+"""Derives random numbers from the seed and a step, row or rank, so that no generator's state has to be stored.
 
 A task's `augment_row` and `augment` change each training row in the same way for any number of workers.
 """

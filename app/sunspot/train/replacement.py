@@ -46,8 +46,8 @@ def end_replacement(error: Exception, config: WorkerConfig) -> NoReturn:
 def report(error: Exception, config: WorkerConfig) -> None:
     """Report the error to the driver and to storage.
 
-    After several failures on the same node, exclude the node. If that is impossible, wait longer and longer before this
-    process ends.
+    After several failures on the same node, exclude the node. If the node cannot be excluded, wait before returning.
+    The wait gets longer with each failure.
     """
     print(format_trace(error), file=sys.stderr)
     control = config.control
@@ -62,7 +62,7 @@ def report(error: Exception, config: WorkerConfig) -> None:
 
 
 def leave_out(node: str, control: ControlClient, why: str) -> bool:
-    """Exclude a node and return True. Return False if it is the head, or if a worker is training on it."""
+    """Exclude a node and return True. Return False if the node is the head node or a worker is training on it."""
     group = control.call_or_none(ControlChannel.group)
     if node in head_nodes() or (group and node in group.nodes.values()):
         return False

@@ -136,7 +136,7 @@ class Reporter:
         return self._timer.due(self._settings.report_every_s)
 
     def heartbeat(self) -> None:
-        """Record that the group made progress: it took a step or evaluated some rows.
+        """Record that the group made progress, because it took a step or evaluated some rows.
 
         Raises `SupersededError` once another driver owns the run.
         """
@@ -145,7 +145,7 @@ class Reporter:
         self._heartbeat = time.time()
 
     def took_step(self, step: int, window: MetricWindow, epoch_ends: bool) -> None:
-        """Close the incident after the first step, and show the newest step about once a second."""
+        """Show the newest step about once a second. The first step also closes the previous group's incident."""
         self.heartbeat()
         self._warn_of_notice()
         if step >= self._status.total_steps:
@@ -164,8 +164,8 @@ class Reporter:
     def report(self, record: MetricRecord, recent: MetricRecord, ranks: RankTable) -> None:
         """Add a record to the metric history, with the numbers of each rank.
 
-        A record may cover a single step. The status and the terminal therefore show the `recent` means (`RecentMeans`),
-        as checkpoints do.
+        A record may cover only one step, so the status and the terminal show the `recent` means (`RecentMeans`).
+        Checkpoints contain the same means.
         """
         self._journals.metrics.append(record)
         self._ranks.append(record, ranks)
@@ -202,7 +202,7 @@ class Reporter:
         self._close_incident()
 
     def _finishing(self, step: int) -> None:
-        """Show that all steps are taken. The evaluation and the last checkpoint, which follow, may take long."""
+        """Show that all steps are taken, because the last evaluation and checkpoint can take a long time."""
         reason = "all steps are taken; the last evaluation and checkpoint follow"
         self._status = replace(self._status, state=RunState.FINISHING, reason=reason, step=step)
         self.publisher.run_now()
@@ -241,7 +241,7 @@ class Reporter:
             delete_older_statuses(self._run, self._start.attempt.number)
 
     def end(self) -> None:
-        """Record that the group is about to end, so that all later numbers are written immediately."""
+        """Record that the group is about to end. From now on, ranks' metrics are written to storage immediately."""
         self._ranks.end()
 
     def gauges(self) -> RunGauges:
@@ -289,7 +289,7 @@ class Reporter:
         self.publisher.run_now()
 
     def _summarize_copies(self) -> None:
-        """Print the cost and the interval of copies in memory, but only once."""
+        """Print the cost and the interval of in-memory copies once they are known."""
         text = "" if self._summarized else self._checkpoints.memory_summary
         if text:
             self._summarized = True
@@ -322,7 +322,7 @@ class Reporter:
         self.publisher.run_now()
 
     def _warn_of_notice(self) -> str:
-        """Return the warning of `warn_of_notice`, if any. The first one is also printed and recorded as an event."""
+        """Return the warning of `warn_of_notice`, if any. Also print the first warning, and record it as an event."""
         text = warn_of_notice(self._checkpoints.commit_s, self._settings.job.notice_s)
         if text and not self._warned:
             self._warned = True
@@ -391,6 +391,6 @@ def first_status(start: StartPoint, plan: Plan, why: Incident | None = None) -> 
 
 
 def show_claim(run: Run, status: Status) -> None:
-    """Write the first status of a claimed attempt. If this fails, the reporter writes it again later."""
+    """Write the first status of a claimed attempt. If this fails, the reporter writes the status later."""
     with suppress(StorageError):
         with_deadline(SHOW_CLAIM_S, "writing the status", write_status, run, status, StatusKind.WORKERS)

@@ -1,4 +1,4 @@
-"""The run as a training loop uses it. The loop is `loop.py`, a library's Trainer, or a task's `train(run)`."""
+"""The run, as it is passed to a training loop: Sunspot's own (loop.py), a library's, or a task's `train(run)`."""
 
 import math
 import time
@@ -86,7 +86,7 @@ class TrainingRun:
 
     @property
     def in_step(self) -> bool:
-        """True between the beginning and the end of a step."""
+        """True if a step has begun and has not ended."""
         return self._open is not None
 
     def batches(self) -> Iterator[Batch]:
@@ -110,7 +110,7 @@ class TrainingRun:
                 began = time.perf_counter()
 
     def _begin(self, step: Step) -> Batch:
-        """Begin a step and return its batch. Everything that depends on the step number is set first."""
+        """Begin a step, set its learning rates and random seeds, and return its batch."""
         self._open = step
         self._drawn = 0
         self.set_learning_rates()
@@ -231,7 +231,7 @@ class TrainingRun:
             self._open.learning_rate = self._rates[0]
 
     def _complete_gradients(self) -> None:
-        """Average the gradients after the backward pass of a loss that did not use the model's output."""
+        """Average the gradients if DDP did not, because the loss did not use the model's output."""
         for model in self._averaging:
             model.complete()
 
@@ -290,7 +290,7 @@ class LibraryRun(TrainingRun):
         return self._learner.model
 
     def set_learning_rates(self) -> None:
-        """Note the rates that the library has set, because it steps its own schedulers."""
+        """Read the learning rates from the optimizer, because the library steps its own schedulers."""
         self._rates = self._learning_rates()
 
     @contextmanager
@@ -309,7 +309,7 @@ class LibraryRun(TrainingRun):
             self.end_step()
 
     def end_step(self) -> None:
-        """End the current step, if there is one. Changes that its hooks have made belong to the step."""
+        """End the current step, if any. Changes that the library's hooks have made belong to this step."""
         if self.in_step:
             self.step()
 
@@ -338,7 +338,7 @@ def cut_into_passes(own_rows: int, step_rows: int, world_size: int, limit: int) 
 
 
 def accumulate(model: torch.nn.Module, weighted: tuple[tuple[slice, float], ...]) -> Iterator[tuple[slice, float]]:
-    """Yield the passes. The gradients that they accumulate are averaged over the workers in the last pass."""
+    """Yield the passes. The accumulated gradients are averaged over the workers in the last pass."""
     for number, each in enumerate(weighted, 1):
         with gradient_sync(model, now=number == len(weighted)):
             yield each

@@ -1,8 +1,8 @@
 """A worker process that outlives its group, and keeps its model, optimizer and rows for the next group.
 
 Ray Train would end all workers when one is lost. Instead, the other workers abort their step, form a group without the
-lost worker, and take the step again. elastic/membership.py decides who is a member. Only the lost process is replaced,
-and its replacement warms up while the others train.
+lost worker, and take the step again. elastic/membership.py decides which workers are members. Only the lost process is
+replaced, and its replacement warms up while the others train.
 """
 
 import gc
@@ -186,9 +186,9 @@ class Survivor:
     def align(self, live: bool, build: Callable[[], Learner], shard: int = 0) -> None:
         """Make sure that either all members of a group have a learner, or none of them does.
 
-        If the group continues a `live` state, members keep their learners, and a member without a learner builds one
-        alone. A member whose `shard` has changed (hsdp) also builds one. Otherwise, all members forget their
-        learners, and build new ones together later.
+        If the group continues a `live` state, members keep their learners. A member without a learner builds one
+        alone, and so does a member whose `shard` has changed (hsdp). If the group loads a saved state instead, all
+        members free their learners, and build new ones together later.
         """
         if self.learner and not (live and self.learner.place.shard == shard):
             self.forget()
@@ -238,8 +238,8 @@ class Survivor:
             return WorkerPlace(group, rank, len(nodes), self._device, nodes, self._groups.sums, self.replicas)
 
     def _wait_outside(self) -> None:
-        """Free this process's learner and state, because the others train without it until more workers are wanted."""
-        print("this worker was given back (`sunspot scale`). It waits until more workers are wanted", flush=True)
+        """Free this process's learner and state, because it does not train again until more workers are wanted."""
+        print("this worker was given back by `sunspot scale`, and waits until more workers are wanted", flush=True)
         self.forget()
 
     def _form(self, generation: Generation, rank: int) -> dist.ProcessGroup:
@@ -249,7 +249,7 @@ class Survivor:
             return self._groups.form(partial(self._open_store, generation.number), rank, size, FORM_LIMIT_S)
 
     def _note_unformed(self, generation: Generation, after_s: float, error: RuntimeError) -> None:
-        """Record that a group did not form even though no member is known to be lost."""
+        """Record that a group did not form, although no member is known to be lost."""
         nodes = ", ".join(sorted({member.node[:12] for member in generation.members}))
         why = (
             f"{plural(len(generation.members), 'worker')} did not form a group within {after_s:.0f} s; check that the "
@@ -295,7 +295,7 @@ class Survivor:
     def replacing_state(self, attempt: Attempt, state: TrainingState) -> Iterator[None]:
         """Context manager for loading the received state.
 
-        Once loaded, the state is kept in case the group ends before its first step.
+        After the state has been loaded, it is kept in case the group ends before its first step.
         """
         assert state.taken is not None
         self.kept = None

@@ -278,7 +278,7 @@ class CheckedWorker(Worker):
 
     @property
     def averages(self) -> bool:
-        """True if the run will have several workers. The check then uses DDP, which can raise errors of its own."""
+        """True if the run will have several workers. If so, the check also uses DDP, which can raise its own errors."""
         plan = self.learner.plan
         return plan.settings.num_workers.most > 1 and not self.learner.task.full_batch
 
@@ -321,7 +321,7 @@ class FewRows:
         yield self._read(test, min(batch_size, rows_in(test)))
 
     def _read(self, source: Source, rows: int) -> Batch:
-        """Read `rows` rows, evenly spread over GROUPS_READ row groups. Their ids are in the column `row`."""
+        """Read `rows` rows, evenly spread over GROUPS_READ row groups. The column `row` holds their IDs."""
         starts = np.cumsum([0, *source.row_groups])
         filled = np.flatnonzero(source.row_groups)
         groups = filled[np.unique(np.linspace(0, len(filled) - 1, GROUPS_READ).astype(int))]

@@ -1,4 +1,4 @@
-"""Trains a plan with one or more of Ray's trainers, and determines the outcome of the training."""
+"""Trains a plan with one or more Ray trainers, and determines the outcome of the training."""
 
 import logging
 import time
@@ -37,8 +37,7 @@ def fit(
     Returns None if the stop marker or a move ends the run before its first checkpoint.
 
     `note_end` is called repeatedly with the reason why the newest worker group ended, or with an empty string while a
-    group trains. Raises the error that ended the run, which is a worker's `SunspotError`, or one that states Ray's
-    reason.
+    group trains. If an error ended the run, raises the worker's `SunspotError`, or a `SunspotError` with Ray's reason.
     """
     start: TrainerStart | None = TrainerStart()
     failure: Exception | None = None
@@ -68,7 +67,7 @@ def fit(
 
 
 def choose_next_start(context: TrainingContext, outcome: GroupOutcome, start: TrainerStart) -> TrainerStart | None:
-    """Return how to start the next trainer, or None if the run needs no other trainer or cannot have one."""
+    """Return how to start the next trainer, or None if no other trainer follows."""
     plan, claimant = context.plan, context.claimant
     following = next_start(outcome, start, plan.settings.max_failures, survivor_mode=context.membership is not None)
     if following is None:
@@ -112,7 +111,7 @@ def outcome_of_training(
 def read_end(
     plan: Plan, claimant: Claimant
 ) -> tuple[Exception | None, Checkpoint | None, tuple[SkippedCheckpoint, ...]]:
-    """Return the error that permanently ended the run, if any, the newest checkpoint, and the skipped checkpoints."""
+    """Return the error that permanently ended the run (or None), the newest checkpoint, and the skipped checkpoints."""
 
     def read() -> tuple[Exception | None, Checkpoint | None, tuple[SkippedCheckpoint, ...]]:
         fatal = fatal_error(claimant)

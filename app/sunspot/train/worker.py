@@ -1,4 +1,4 @@
-"""A worker of a group. It ends each step, and then evaluates, saves, reports or restarts if needed.
+"""A worker in a group, which completes each step and evaluates, saves, reports or restarts if needed.
 
 Parameters must not change while a copy thread reads them (see `Worker.wait_before_change`).
 """
@@ -109,7 +109,7 @@ class Step:
 
 
 class Worker:
-    """A worker of a group. All kinds of training loops use the same few methods.
+    """A worker in a group. All kinds of training loops use it through the same few methods.
 
     `TrainingRun` calls `begin_step` before each step, `wait_before_change` before parameters change, and `finish_step`
     after each step. If the group ends during a step, `step_guard` undoes the step (`survivor.abandon_step`).
@@ -229,8 +229,8 @@ class Worker:
     def _accept(self, taken: Step) -> None:
         """Accept and record a step.
 
-        This comes before the first collective after the step. If that collective breaks, the step was still complete,
-        and counts.
+        Call this before the first collective after the step, so that the complete step counts even if the collective
+        fails.
         """
         taken.ended = time.time()
         self.step_guard.accept(partial(self._count, taken))
@@ -248,7 +248,7 @@ class Worker:
                     warn_once(log, f"{PREFIX}TASK_ARGS: {unread}")
 
     def _count(self, taken: Step) -> None:
-        """Count a step, which is known to be complete."""
+        """Count a complete step."""
         self.step = taken.number
         self.step_ended = taken.ended
         self.evaluated = not (self.learner.plan.test and self._ends_epoch(taken.number))
@@ -259,7 +259,7 @@ class Worker:
     def _decide(self, taken: Step) -> StepActions:
         """Return the actions to take after a step.
 
-        Rank 0 broadcasts what it wants. The rest follows from the step's number, so all ranks decide the same.
+        Rank 0 broadcasts its choice. Everything else follows from the step's number, so all ranks decide the same.
         """
         agreed = self._decisions.agree(lambda: self.choose_actions(taken))
         step = taken.number
@@ -301,8 +301,8 @@ class Worker:
     def _drain(self) -> None:
         """Wait until the newest state is in storage. All workers wait together.
 
-        Otherwise a state with NaN weights could replace it. Waiting costs nothing, because training from NaN is
-        useless.
+        Call this before a state with NaN weights is saved, which could otherwise replace the newest state. The lost
+        time does not matter, because training with NaN weights is useless.
         """
         with self.watchdog.paused():
             run_on_all_ranks(self._group, self.checkpoints.drain)
@@ -438,7 +438,7 @@ class Worker:
         raise restart
 
     def _drain_limit_s(self) -> float | None:
-        """Return how many seconds the last commit, and then the last output, may take. None means no limit."""
+        """Return how many seconds the last commit may take, and then the last output, or None for no limit."""
         command = self.commands.poll()
         if command.deadline is not None:
             left_s = max(0.0, command.deadline - time.time() - DEADLINE_MARGIN_S)

@@ -270,7 +270,7 @@ def print_plan(search: Search, concurrency: str) -> None:
 
 
 def ranked_by_held_out(search: Search) -> Search:
-    """Return the search with the held-out variant of its metric, if any rows are held out."""
+    """Return the search, with trials ranked by the metric of held-out rows if any rows are held out."""
     from sunspot.plan import make_plan
     from sunspot.tasks import load_task
 

@@ -215,7 +215,7 @@ def _train(settings: Settings, trials: Trials, stop_request: StopRequest) -> str
 
 
 def has_ended(run: Run, settings: Settings) -> bool:
-    """Return True if nothing is left to train, so that no driver has to be started."""
+    """Return True if the run has nothing left to train and needs no driver."""
     status = read_status(run)
     if status and status.state is RunState.STOPPED:
         return stop_requested(run)
@@ -243,7 +243,7 @@ class HistoryReplay:
         "The segments of the history that have been read."
 
     def new(self) -> list[dict[str, float]]:
-        """Return the results since the last call. A call without new results costs a small listing and one read."""
+        """Return the results since the last call. If there are none, this costs a small listing and a read at most."""
         status = read_status(self._run)
         if not status or not status.total_steps or status.time == self._status_time:
             return []

@@ -62,11 +62,11 @@ class AllRuns:
 
     @property
     def known(self) -> list[RunSeen]:
-        """All runs that have been read. Those that could not be read again have `trouble` set."""
+        """All runs that have been read. If the newest read of a run failed, its `trouble` is set."""
         return [seen for seen in list(self.seen.values()) if seen.exists or seen.trouble]
 
     def refresh(self) -> "AllRuns":
-        """Read the runs that might have changed, and return this object. Raises `StorageError`."""
+        """Read the runs that might have changed, and return this object. Raises `StorageError` if storage fails."""
         names = dict.fromkeys(name for name in self._storage.list_folders() if RUN.fullmatch(name))
         known = {name: seen for name, seen in self.seen.items() if name in names}
         live = [name for name, seen in known.items() if can_change(seen)]
@@ -137,7 +137,10 @@ class Curve:
         return seen.last_active != self._active and not waits
 
     def refresh(self, seen: RunSeen) -> None:
-        """Read the new part of the curve, the incidents and the cost. Raises `StorageError` and `DamageError`."""
+        """Read the new part of the curve, the incidents and the cost.
+
+        Raises `StorageError` if storage fails, and `DamageError` if an object is damaged.
+        """
         storage = seen.run.storage
         segments = list_segments(storage, seen.run.key("metrics"))
         new = [segment for segment in segments if segment.last > self._lines.get(segment.stream, -1)]
@@ -184,7 +187,7 @@ def _is_drawn(value: Any) -> bool:
 
 
 def _choose_places(segments: Sequence[Segment]) -> list[tuple[Entry, int]]:
-    """Return the positions of evenly spaced windows and of the last window, each as an object and an offset."""
+    """Return an object and an offset for each of several evenly spaced windows, and for the last window."""
     total = sum(segment.entry.size for segment in segments)
     wanted = [total * number // PLACES for number in range(PLACES)] + [total - 1]
     chosen: dict[tuple[Entry, int], None] = {}

@@ -68,8 +68,8 @@ class Server(LocalServer):
     def answers_to(self, host: str) -> bool:
         """Return True if a Host header names this server.
 
-        In a DNS rebinding attack, the Host header contains another site's name, but never an address. So a server that
-        listens on all addresses accepts any address.
+        A server that listens on all addresses accepts any address in the header. This is safe, because in a DNS
+        rebinding attack, the header contains another site's name and never an address.
         """
         name = host_name(host)
         listens = as_address(self._address)

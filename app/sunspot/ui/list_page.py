@@ -48,7 +48,7 @@ class Query:
         return cls(fields.get("q", ""), fields.get("state", ""), max(1, page))
 
     def choose(self, runs: Iterable[RunSeen]) -> list[RunSeen]:
-        """Return the matching runs of all pages, the most recently active first."""
+        """Return all matching runs, with the most recently active runs first."""
         found = [seen for seen in runs if self._matches(seen)]
         return sorted(found, key=lambda seen: (-seen.last_active, seen.run.name))
 
@@ -100,7 +100,7 @@ def show_all(runs: Sequence[RunSeen], curves: Mapping[str, Curve], query: Query,
 
 
 def _table(runs: Sequence[RunSeen], curves: Mapping[str, Curve]) -> Html:
-    """Return the table. Narrow windows show rows as cards, but ARIA roles keep the table for screen readers."""
+    """Return the table. A narrow window shows each row as a card, but ARIA roles keep it a table for screen readers."""
     now = time.time()
     heads = [Html("<span>compare</span>"), *COLUMNS]
     head = element("tr", join(element("th", name, scope="col", role="columnheader") for name in heads), role="row")

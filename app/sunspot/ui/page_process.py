@@ -52,7 +52,7 @@ class PageProcess:
             try:
                 self._pipe.send((read, names))
                 if not self._pipe.poll(READ_WITHIN_S):
-                    raise SunspotError(f"{_subject(names)}: rendering it took more than {READ_WITHIN_S:.0f} s")
+                    raise SunspotError(f"{_subject(names)}: rendering took more than {READ_WITHIN_S:.0f} s")
                 outcome, ends = self._pipe.recv()
             except (EOFError, OSError) as error:
                 raise SunspotError(f"{_subject(names)}: {self._describe_end(process)}") from error

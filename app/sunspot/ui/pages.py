@@ -1,4 +1,4 @@
-"""Reads and renders run pages. Runs in the server's process or in a separate process (page_process.py)."""
+"""Reads and renders run pages, in the server's process or in a separate process (page_process.py)."""
 
 import contextlib
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""A value that is refreshed when it is requested and out of date."""
+"""A value that is read again when it is requested, if it is out of date."""
 
 import logging
 import math
@@ -41,10 +41,14 @@ class Reading(Generic[Value]):
 
 
 class RefreshingValue(Generic[Value]):
-    """A value that one thread at a time reads from storage in the background, whenever it is requested."""
+    """A value that is read from storage in a background thread when it is requested and out of date."""
 
     def __init__(self, what: str, read: Callable[[], Value], every_s: float, limited: bool = True) -> None:
-        """Set `limited` to False only if `read` returns even if storage does not answer."""
+        """Prepare to call `read` at most every `every_s` seconds. `what` describes the read in messages.
+
+        A read has a time limit, unless `limited` is False. Set it to False only if `read` always returns, even if
+        storage does not answer.
+        """
         self._what = what
         self._read = read
         self._every_s = every_s

@@ -72,9 +72,9 @@ class Site:
     def __init__(
         self, storage: Storage, read_page: Callable[[PageReader, Sequence[str]], RunPage] | None = None
     ) -> None:
-        """`read_page` renders run pages.
+        """Prepare to answer requests. `read_page` reads and renders run pages.
 
-        By default, it runs in this process; `PageProcess.read` uses another process.
+        By default, this process renders the pages. Pass `PageProcess.read` to render them in a separate process.
         """
         self._storage = ReadOnlyStorage(storage)
         self._read_page = read_page or (lambda read, names: read(self._storage, names))
@@ -85,7 +85,7 @@ class Site:
         self._lock = threading.Lock()
 
     def answer(self, target: str) -> Answer:
-        """Return the response to a request for a path with a query."""
+        """Return the response to a request for `target`, which is a path with an optional query."""
         parts = urlsplit(target)
         fields = parse_qsl(parts.query)
         folder, _, name = parts.path.strip("/").partition("/")
@@ -165,7 +165,10 @@ def _await(value: RefreshingValue[Any], known: bool = False) -> Reading[Any]:
 
 
 def read_log(run: Run, stream: str) -> Log | None:
-    """Return the end of a log, or None if the run has no logs. The default is the newest driver's log."""
+    """Return the end of the log `stream`, or None if the run has no logs.
+
+    If the run has no log of this name, return the end of the newest driver's log.
+    """
     streams = sorted(list_streams(run), key=lambda name: (name.startswith("driver"), name), reverse=True)
     if not streams:
         return None

@@ -42,7 +42,7 @@ def parse_yaml(content: str | bytes) -> list[Any]:
 
 
 def _make_loader() -> Any:
-    """Return a safe loader that reads 010 and 1:30 as text. In YAML 1.1, they are the numbers 8 and 90."""
+    """Return a safe loader that reads 010 and 1:30 as text. YAML 1.1 would read them as the numbers 8 and 90."""
     import yaml
 
     class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # chosen at run time
@@ -57,7 +57,7 @@ def _make_loader() -> Any:
 
 
 def to_yaml(value: Any) -> str:
-    """Return `value` as YAML that is the same on every machine. Keys keep their order."""
+    """Return `value` as YAML, with its keys in their original order. The result is the same on every machine."""
     import yaml
 
     class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]  # chosen at run time
