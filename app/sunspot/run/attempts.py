@@ -192,10 +192,10 @@ def read_attempts(run: Run) -> list[Attempt]:
 
 
 def give_up_damaged(run: Run, environment: Mapping[str, str]) -> None:
-    """Replace each damaged attempt whose loss ACCEPT accepts with a claim without steps.
+    """Give up damaged attempts, if the setting ACCEPT in `environment` accepts their loss.
 
-    The attempt's number stays taken, so its objects cannot be mistaken for those of a later attempt. `environment`
-    holds the settings.
+    Each of these attempts is replaced by a claim without steps. Its number stays taken, so its objects cannot be
+    mistaken for those of a later attempt.
     """
     from sunspot.settings import accepts  # pydantic is slow to import, and most verbs do not need it
 
@@ -331,8 +331,8 @@ def refuse_if_superseded(attempts: list[Attempt], owner: str, driver: str = "") 
 def refuse_if_left(run: Run, attempts: list[Attempt], owner: str) -> None:
     """Raise `SupersededError` if this owner never claimed the run and must leave the run to another place.
 
-    In that case, the records of submissions show that the owner's RayJob was withdrawn, or that the RayJob of the
-    newest attempt was submitted later. The owner's RayJob can still be running if its cluster did not answer when the
+    In that case, the records of submissions show that the owner's RayJob was withdrawn, or that it was submitted before
+    the RayJob of the newest attempt. The owner's RayJob can still be running if its cluster did not answer when the
     RayJob should have been deleted.
     """
     own = Owner.parse(owner)

@@ -35,7 +35,7 @@ COLUMNS = {"step": "int32", "rank": "int32", "row": "int64"}
 
 
 class AuditWriter:
-    """A writer of the rows that an attempt's steps consumed, in step order."""
+    """Writes the rows that an attempt's steps consumed, in step order."""
 
     def __init__(self, run: Run, attempt: str) -> None:
         """Create a writer. `attempt` is the attempt's label (`Attempt.label`)."""

@@ -189,7 +189,7 @@ def leads_to_newest(name: str, spans: list[Span]) -> bool:
 def may_commit(name: str, attempt: Attempt, attempts: list[Attempt]) -> bool:
     """Return True if rank 0 of `attempt` is allowed to commit the attempt's checkpoint `name`.
 
-    A commit is allowed if the same process is rank 0 of each later attempt, and the newest attempt builds on the
+    A commit is allowed if the same process is also rank 0 of each later attempt, and the newest attempt builds on the
     checkpoint (docs/decisions/0010-commits-outlive-changes-in-place.md). `attempts` are all attempts of the run.
     """
     committer = attempt.metadata.processes[:1]

@@ -36,7 +36,7 @@ class EpochLayout:
     def position(self, step: int) -> int:
         """Return the number of rows that the run has consumed after a step.
 
-        An epoch's last step consumes the remaining rows, which can be fewer rows than in other steps, or one more.
+        An epoch's last step consumes the remaining rows. It can consume fewer rows than other steps, or one row more.
         """
         epochs, steps = divmod(step, self.steps_per_epoch)
         return epochs * self.rows + steps * self.batch
@@ -60,7 +60,7 @@ class EpochLayout:
         return list(pairwise(accumulate(sizes, initial=0)))
 
     def begun(self, step: int) -> list[int]:
-        """Return the number of passes through each source that have begun after a step."""
+        """Return how many passes through each source have begun after a step."""
         counts = zip(self.count(step), self.bounds, strict=True)
         return [-(-taken // (after - first)) for taken, (first, after) in counts]
 

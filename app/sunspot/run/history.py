@@ -60,7 +60,7 @@ def format_metric(value: float) -> str:
 
 
 class Journal:
-    """A writer of the records that one process adds to a journal.
+    """Writes the records that one process adds to a journal.
 
     A record is a JSON object with at least `attempt`, `step` (the number of optimizer steps taken so far) and `time`.
     """
@@ -83,7 +83,7 @@ class Journal:
 
 
 class Journals:
-    """Rank 0's writers of the metric history and the events."""
+    """Writes the metric history and the events on rank 0."""
 
     def __init__(self, run: Run, attempt: int) -> None:
         self.metrics = Journal(run, "metrics", attempt)

@@ -54,7 +54,7 @@ SEGMENT = re.compile(r"(?P<begin>[0-9]{15})\.log")
 
 
 class LogWriter:
-    """A writer of one process's output to storage."""
+    """Writes one process's output to storage."""
 
     def __init__(self, run: Run, stream: str) -> None:
         self._run = run
@@ -210,7 +210,7 @@ class _Tee:
                 self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        """Write only to the log from now on, because the stream's reader is gone or the disk is full."""
+        """Write only to the log from then on, because the stream's reader is gone or the disk is full."""
         self._failed = True
         mute(self._stream)
         why = error.strerror or error
@@ -225,7 +225,7 @@ class _Tee:
 
 
 class _Tail:
-    """A reader of the file that this process's stdout or stderr writes to. Output written earlier is skipped."""
+    """Reads the file that this process's stdout or stderr writes to. Earlier output is skipped."""
 
     def __init__(self, descriptor: int, log: LogWriter) -> None:
         self._log = log

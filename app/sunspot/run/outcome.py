@@ -100,7 +100,7 @@ def recorded_outcome(
 
 
 def _note_handover(claimant: Claimant, stop_request: StopRequest) -> None:
-    """Record a request to stop if another owner is waiting for this driver to save and end."""
+    """Record a request to stop if another owner is waiting for this driver to save and stop."""
     handover = read_handover(claimant.run)
     if handover and handover.old == claimant.owner:
         stop_request.note_marker()
@@ -154,7 +154,7 @@ def _changed_nothing(run: Run, begun: Status, before: Status | None, known: int,
 
 
 class DriverStatusWriter:
-    """A writer of the driver's status objects. It stops writing once another process owns the run."""
+    """Writes the driver's status objects until another process owns the run."""
 
     def __init__(self, run: Run, begun: Status) -> None:
         self._run = run

@@ -71,7 +71,7 @@ class StopRequest:
         self.marked = True
 
     def raise_signal(self, kept: str, job: str) -> None:
-        """Raise the error that ends this process if it received a signal. Call this once everything is saved.
+        """Stop this process with an error if it received a signal. Call this once everything is saved.
 
         `kept` describes what was saved. `job` is the setting JOB_ID. If it is set, the error counts as a failure, so
         that the operator starts the job again on another node.
@@ -148,7 +148,7 @@ def clear_scale(run: Run) -> None:
 
 
 def narrowed(given: "WorkerRange", request: ScaleRequest | None) -> "WorkerRange":
-    """Return the range of workers that a request asks for, or NUM_WORKERS `given` without an applicable request.
+    """Return the range of workers that a request asks for, or `given` (NUM_WORKERS) if no request applies.
 
     A request does not apply if NUM_WORKERS has changed since, or if the request is not within NUM_WORKERS.
     """

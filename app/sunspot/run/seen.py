@@ -97,7 +97,7 @@ class RunSeen:
 
     @property
     def progress(self) -> Status | None:
-        """The status. If the run is not alive, its checkpoint is the newest checkpoint in the listing."""
+        """The status. If the run is not alive, the status's checkpoint is replaced by the newest in the listing."""
         status, name = self.status, self.summary.checkpoint
         if status is None or name is None or is_alive(status, self.time):
             return status
@@ -147,7 +147,7 @@ def look(run: Run) -> RunSeen:
 
 
 def _list_parts(run: Run, status: Status | None) -> RunSummary:
-    """Return a summary of the folders that determine a run's state if its status is not recent."""
+    """Return a summary of the run's folders, which determines its state if the status is stale or missing."""
     folders = [run.name]
     if status:
         folders = [run.key(FOLDER), run.key("submissions")]

@@ -152,7 +152,7 @@ Join = Callable[[Sequence[bytes]], bytes]
 
 
 class StreamWriter:
-    """A writer that appends segments to a stream, and merges small ones."""
+    """Appends segments to a stream, and merges small segments."""
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ class StreamWriter:
 
 
 class LineWriter:
-    """A writer of a stream of lines."""
+    """Writes a stream of lines."""
 
     def __init__(self, storage: Storage, key: str, downsample: Callable[[bytes], bytes] | None = None) -> None:
         """Create a writer. `key` is the storage key of the stream, and `downsample` is passed to `StreamWriter`."""
