@@ -1,7 +1,7 @@
 """Moves a live run to another place of its profile.
 
 1. `move_run` renders and applies a RayJob in the new place (`placing`). The run keeps training in the old place.
-2. When the new workers are ready, they ask the old driver to save and end, and then claim the run (`run.handover`).
+2. When the new workers are ready, they ask the old driver to save and stop, and then claim the run (`run.handover`).
 3. `move_run` deletes the old RayJob. If the new driver does not start in time, `move_run` deletes the new RayJob
    instead.
 
