@@ -50,7 +50,7 @@ class Plan:
 
     @cached_property
     def pass_limit(self) -> int:
-        """Maximum number of rows in a forward pass: MICRO_BATCH_SIZE, or a worker's share of a step with all workers.
+        """Maximum number of rows in a forward pass: MICRO_BATCH_SIZE, or the rows per worker if no worker is lost.
 
         After the loss of a worker, the other workers get larger shares but need no more memory, because they accumulate
         gradients.

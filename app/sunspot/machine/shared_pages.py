@@ -47,7 +47,7 @@ class Pages:
 
 
 def find_pages(name: str, size: int) -> torch.Tensor | None:
-    """Map the pages that another process of this user has completed and still maps, or return None if no process does.
+    """Map a file that another process of this user has completed and still maps. Return None if no such file exists.
 
     A process that maps the file keeps a descriptor open, and Linux lists the descriptors with the file's name in /proc.
     """

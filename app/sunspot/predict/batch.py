@@ -111,10 +111,10 @@ def predict_dataset(
 ) -> dict[str, Any]:
     """Predict the rows of DATASET that are missing in `output`, and return a summary of all predictions in `output`.
 
-    `split` is train or test. The default is test if there are held-out rows. If `workers` is 0, there is one worker per
-    GPU, or per core if Ray has no GPU. The summary contains `checkpoint`, `step`, `dataset`, `split`, `rows`,
-    `accuracy` (None if the rows have no labels), `output`, `parts` (the number of files), and `kept` (how many of the
-    files already existed).
+    `split` is train or test. The default is test, or train if there are no held-out rows. If `workers` is 0, there is
+    one worker per GPU, or per core if Ray has no GPU. The summary contains `checkpoint`, `step`, `dataset`, `split`,
+    `rows`, `accuracy` (None if the rows have no labels), `output`, `parts` (the number of files), and `kept` (how many
+    of the files already existed).
 
     Raises `ConflictError` if `output` contains other predictions, and `GaveUpError` if there is no progress. Also
     raises `SettingsError`, `DataError` or `DamageError`.

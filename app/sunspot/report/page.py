@@ -27,7 +27,7 @@ SECTIONS: Sections = {
 """The heading and function of each section, keyed by anchor, in page order."""
 
 STATE_SIGNS = {RunState.SUCCEEDED: ("✓", "good"), RunState.FAILED: ("✗", "bad"), RunState.LOST: ("✗", "bad")}
-"""The symbol and colour of each state."""
+"""The symbol and color of each state."""
 
 STYLE = Path(__file__).with_name("style.css")
 
@@ -101,7 +101,7 @@ def _header(report: Report) -> Html:
 
 
 def in_colour(state: RunState, word: str) -> Html:
-    """Return `word` with a state's symbol and colour."""
+    """Return `word` with a state's symbol and color."""
     sign, colour = STATE_SIGNS.get(state, ("", ""))
     return element("span", f"{sign} {word}".strip(), class_=f"state {colour}".strip())
 

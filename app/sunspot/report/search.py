@@ -104,7 +104,7 @@ def _trials(results: SearchResults, link: str) -> Html:
 
 
 def _charts(results: SearchResults, curves: Curves) -> Html:
-    """Return a chart of all trials' metrics over steps, and one chart of the best metric per setting."""
+    """Return a chart of all trials' metrics over steps, and a chart of their best metrics for each varied setting."""
     measured = [trial for trial in results.ranking[:MAX_TRIALS] if can_draw(trial.best)]
     y = linear_axis(float(trial.best or 0.0) for trial in measured)
     dimensions, more = cut([*results.space], MAX_LISTED, "settings")
