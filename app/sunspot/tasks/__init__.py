@@ -102,7 +102,7 @@ def load_task(settings: Settings) -> Task:
 
 
 def describe_misspelt(task: Task) -> Iterator[str]:
-    """Yield a warning for each function in a task's module that is never called and seems to be misspelt."""
+    """Yield a warning for each function in a task's module that is never called and seems to be misspelled."""
     return find_misspelt(task, find_adapters())
 
 

@@ -138,7 +138,10 @@ def build_model(settings: Settings, source: Source) -> nn.Module:
 
 
 def load_pretrained(model: FineTuned) -> None:
-    """Read this worker's part of the base's weights, unless `build_model` has loaded them."""
+    """Read the base's weights, unless `build_model` has loaded them.
+
+    If the model is sharded, reads only this worker's shards.
+    """
     read_values(model, model.positions)
 
 
@@ -201,7 +204,11 @@ def show(model: FineTuned, rows: Batch) -> dict[str, Any]:
 
 
 def checkpoint_files(model: FineTuned, state: dict[str, torch.Tensor]) -> dict[str, bytes]:
-    """Return the files needed to load a checkpoint with peft, or with transformers if WEIGHTS is safetensors."""
+    """Return the files that peft needs to load a checkpoint.
+
+    If all weights are trained, returns the files that transformers needs in addition to the weights, which it can load
+    if WEIGHTS is safetensors.
+    """
     if not model.adapted:
         return {"config.json": model.config.to_json_string().encode(), **model.base.tokenizer_files()}
     named = {"location": model.base.location, "sha256": model.sha256}

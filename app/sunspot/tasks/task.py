@@ -208,7 +208,7 @@ class TrainingRun(Protocol):
     def batches(self) -> Iterator[Batch]:
         """Yield this worker's batch for each step, from `position` until the run ends or is stopped.
 
-        Before each batch, this seeds the random generators for the step, and sets the learning rates by the schedule.
+        Before each batch, this seeds the random generators for the step, and sets the scheduled learning rates.
         All workers get the same number of batches and must run the same number of passes.
         """
 

@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def follow(delivery: Delivery, every_s: float, later: str) -> None:
-    """Deliver new records until stdin is closed, then deliver everything that is left.
+    """Deliver new records until stdin is closed, then deliver the rest.
 
     Messages about failures include the command `later`, which delivers the remaining records.
     """

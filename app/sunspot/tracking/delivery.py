@@ -44,9 +44,9 @@ MODEL = "model.pt"
 class Delivery:
     """Delivers one run to one service, continuing where an earlier delivery ended.
 
-    A metric record is delivered once there is a checkpoint of its step or of a later step, because the run then no
-    longer returns to an earlier step. Each step is therefore delivered once. If a checkpoint is lost, the steps that
-    the run repeats are not sent again.
+    A metric record is delivered as soon as there is a checkpoint of its step or of a later step, because the run can
+    then no longer return to an earlier step. Each step is therefore delivered only once. If a checkpoint is lost, the
+    steps that the run repeats are not sent again.
     """
 
     def __init__(self, run: Run, name: str, project: str, driver: str = "") -> None:

@@ -18,7 +18,7 @@ The modules are used in this order:
    `Worker.wait_before_change` keeps parameters unchanged until the copy of the previous state is complete.
 8. If a worker is lost, the other workers continue in the next group (`loop.train_in_groups`). `Survivor.abandon_group`
    keeps their state, and `undo.StepGuard` undoes the interrupted step. `sunspot.elastic` describes how a group handles
-   a loss. `replacement.end_replacement` ends a replacement that cannot train.
+   a loss. `replacement.end_replacement` stops a replacement that cannot train.
 
 One step, from its rows to the beginning of the next step
 ---------------------------------------------------------
@@ -51,7 +51,7 @@ In survivor mode, the step is then handled as follows (`survivor.abandon_step`, 
 Under PARALLEL=hsdp, a worker has only its shard of the state, and gets it from a worker with the same shard. In step 6,
 all workers agree that their gradients are complete, so that their shards belong to the same step.
 
-In restart mode, all processes end, and the next group starts from the newest copy or checkpoint (`sunspot.elastic`).
+In restart mode, all processes exit, and the next group starts from the newest copy or checkpoint (`sunspot.elastic`).
 
 Two modules do not train: `task_check` runs a task's first steps for `sunspot check`, and `pod_probe` checks the GPUs
 (`gpu`) and the network (`all_reduce`) from inside a pod for `sunspot doctor`.

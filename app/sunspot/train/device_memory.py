@@ -22,7 +22,7 @@ SLACK = 0.02
 
 
 def await_device_memory(device: torch.device, node: str, control: ControlClient) -> None:
-    """Wait until the GPU has as much free memory as when the previous group started, or for DEVICE_WAIT_S seconds.
+    """Wait up to DEVICE_WAIT_S seconds until the GPU has as much free memory as when the previous group started.
 
     The first group does not wait. Each group records the free memory that it starts with, so if another program takes
     memory, only the next group waits.

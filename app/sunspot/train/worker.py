@@ -259,7 +259,7 @@ class Worker:
     def _decide(self, taken: Step) -> StepActions:
         """Return the actions to take after a step.
 
-        Rank 0 broadcasts its choice. Everything else follows from the step's number, so all ranks decide the same.
+        Rank 0 broadcasts its choice. Everything else follows from the step's number, so all ranks agree.
         """
         agreed = self._decisions.agree(lambda: self.choose_actions(taken))
         step = taken.number
@@ -301,8 +301,8 @@ class Worker:
     def _drain(self) -> None:
         """Wait until the newest state is in storage. All workers wait together.
 
-        Call this before a state with NaN weights is saved, which could otherwise replace the newest state. The lost
-        time does not matter, because training with NaN weights is useless.
+        Call this before a state with NaN weights is saved, because that state could otherwise replace the newest one.
+        The lost time does not matter, because training with NaN weights is useless.
         """
         with self.watchdog.paused():
             run_on_all_ranks(self._group, self.checkpoints.drain)
@@ -393,7 +393,7 @@ class Worker:
         return stop
 
     def _evaluate(self) -> Evaluation:
-        """Evaluate the held-out rows. The run stops if the results have not improved for long enough."""
+        """Evaluate the held-out rows. The run stops after too many evaluations without an improvement."""
         if self.learner.plan.settings.ema:
             self.checkpoints.wait_for_copy()  # the averaged weights replace the trained ones during the evaluation
         results, stop, restart = evaluate(self.learner, self.commands.poll, self._heartbeat)
@@ -438,7 +438,7 @@ class Worker:
         raise restart
 
     def _drain_limit_s(self) -> float | None:
-        """Return how many seconds the last commit may take, and then the last output, or None for no limit."""
+        """Return the maximum number of seconds for the last commit or for the last output, or None for no limit."""
         command = self.commands.poll()
         if command.deadline is not None:
             left_s = max(0.0, command.deadline - time.time() - DEADLINE_MARGIN_S)

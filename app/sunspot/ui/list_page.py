@@ -25,7 +25,7 @@ MAX_REASON = 160
 """Largest number of characters of a reason in the list. The run's own page shows the whole reason."""
 
 SIGNS = {**STATE_SIGNS, RunState.SILENT: ("!", "bad"), RunState.RUNNING: ("●", "good")}
-"""The symbol and colour of each state in the list."""
+"""The symbol and color of each state in the list."""
 
 COLUMNS = ("run", "state", "steps", "held out", "loss", "checkpoint", "incidents", "cost", "last sign of life")
 

@@ -104,7 +104,7 @@ def _require_scalable(access: RunAccess, snapshot: RunSnapshot, wanted: WorkerRa
 
 
 def _wait_for_size(access: RunAccess, attempt: Attempt, wanted: WorkerRange, timeout: float) -> Attempt:
-    """Wait until no more workers train than `wanted` allows, and return the run's newest attempt."""
+    """Wait until at most `wanted.most` workers are training, and return the run's newest attempt."""
     run: Run = access.run
     deadline = time.monotonic() + timeout
     while attempt.metadata.world_size > wanted.most:

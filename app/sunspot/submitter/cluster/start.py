@@ -102,7 +102,7 @@ def render_with_code(request: JobRequest) -> Rendered:
 def submit(cluster: Cluster, rendered: Rendered, dry_run: bool = False, take_over: bool = False) -> Submission:
     """Check the job and start it.
 
-    Raises `ClusterError`, `StorageError` or `ConflictError` before any change if a check fails. A run that is alive
+    If a check fails, raises `ClusterError`, `StorageError` or `ConflictError` and starts nothing. A run that is alive
     elsewhere is a conflict unless `take_over` is True.
     """
     settings = rendered.settings
@@ -126,7 +126,7 @@ def submit(cluster: Cluster, rendered: Rendered, dry_run: bool = False, take_ove
 def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, take_over: bool = False) -> Submission:
     """Start a RayJob unless it is live or has succeeded.
 
-    Raises `ClusterError` if no cluster is configured, and `GaveUpError` if an old RayJob does not end in time. Raises
+    Raises `ClusterError` if no cluster is configured, and `GaveUpError` if an old RayJob does not stop in time. Raises
     `ConflictError` if another RayJob of the run is live, or if the run is alive elsewhere and `take_over` is False.
     """
     run = access.run
@@ -155,12 +155,13 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, t
     if not job:
         _refuse_name_of_another_run(cluster, name, run.name)
 
-    # Wait for a RayJob that is ending.
+    # Wait for a RayJob that is shutting down.
     deadline = time.monotonic() + STOPPED_WITHIN_S
     with progress_note(f"waiting for {name} to save and end"):
         while job and _is_ending(snapshot, job) and not dry_run:
             if time.monotonic() > deadline:
-                raise GaveUpError(f"{name} is still ending: {snapshot.state()[1]}; submit again after it has ended")
+                why = snapshot.state()[1]
+                raise GaveUpError(f"{name} is still shutting down: {why}; submit again after it has ended")
             time.sleep(POLL_EVERY_S)
             snapshot, job = _observe_job(access, name)
 
@@ -199,7 +200,7 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, t
 
 
 def _refuse_missed_goal(run: Run, settings: Settings) -> None:
-    """Raise `SettingsError` if the deadline has passed, or if the budget is spent, unless the run is alive or done."""
+    """Raise `SettingsError` if a run that is neither alive nor done has missed its deadline or spent its budget."""
     status = read_status(run)
     now = time.time()
     if status and (status.state is RunState.SUCCEEDED or is_alive(status, now)):
@@ -320,8 +321,8 @@ def _refuse_name_of_another_run(cluster: Cluster, name: str, run: str) -> None:
     found = cluster.find("job", name)
     if found and found["metadata"].get("labels", {}).get(RUN_LABEL) != run:
         raise ConflictError(
-            f"RayJob {name} in namespace {cluster.namespace} belongs to a different run than {run} ({RUN_LABEL}); "
-            "delete it, or choose another SUNSPOT_RUN_NAME"
+            f"RayJob {name} in namespace {cluster.namespace} belongs to another run (its label {RUN_LABEL} is not "
+            f"{run}); delete the RayJob, or choose another SUNSPOT_RUN_NAME"
         )
 
 

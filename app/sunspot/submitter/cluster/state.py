@@ -113,7 +113,7 @@ class ClusterSeen:
 
     @property
     def own_pods(self) -> list[PodView]:
-        """The pods of the newest RayJob's RayCluster that are not being deleted."""
+        """The pods in the newest RayJob's RayCluster, except those that are being deleted."""
         return [pod for pod in self.pods if self.job and pod.cluster == self.job.cluster and not pod.deleting]
 
     @property

@@ -125,9 +125,9 @@ def _follow(
                 raise GaveUpError(f"{still}. The run continues; `sunspot wait {again}` follows it again")
     except KeyboardInterrupt:
         show.close()
-        warn(f"\nthe run continues; `sunspot wait {again}` follows it again, and `sunspot stop {again}` ends it")
+        warn(f"\nthe run continues; `sunspot wait {again}` follows it again, and `sunspot stop {again}` stops it")
         raise
-    raise AssertionError("follow() never ends by itself")
+    raise AssertionError("follow() never stops yielding")
 
 
 def head_given_up(snapshot: RunSnapshot) -> bool:
@@ -172,9 +172,9 @@ class HeadRestarts:
 
 
 def start_again(access: RunAccess, restart: Restart) -> None:
-    """Replace a failed RayJob with a new one of the same name, which has the same owner ID in storage.
+    """Replace a failed RayJob with a new one that has the same name, and the same owner ID in storage.
 
-    If an old pod was on a frozen node, it can no longer change the run when the node recovers (run/attempts.py). Raises
+    If an old pod's node was frozen and recovers, the pod can no longer change the run (run/attempts.py). Raises
     `ClusterError` or `GaveUpError` if the RayJob cannot be replaced within MAX_OUTAGE_S, or if the GitOps tool has not
     recreated it within RECREATED_WITHIN_S.
     """

@@ -84,7 +84,7 @@ def _print(access: RunAccess, contents: RunContents) -> None:
 def _record(contents: RunContents, left: RunContents | None, removed: bool) -> dict[str, Any]:
     """Return the JSON record of the deletion.
 
-    `left` is what still exists. It is None if nothing is left, or if it is unknown what is left.
+    `left` holds what still exists. It is None if nothing remains, or if the rest cannot be listed.
     """
     return {
         "run": contents.run.name,

@@ -1,6 +1,6 @@
 """Finds nodes that fit a run's pods by labels, taints and size.
 
-Pods that already run on the nodes are ignored, because they might end, and because this user might not see them all.
+Pods that already run on the nodes are ignored, because they might finish, and this user might not see all of them.
 """
 
 from collections.abc import Iterator, Mapping

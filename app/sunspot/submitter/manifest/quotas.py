@@ -151,7 +151,7 @@ def amount_of(pod: Pod, resource: str) -> float:
 
 
 def objects_of(manifest: Mapping[str, Any]) -> dict[str, float]:
-    """Count the objects other than pods that the run creates, keyed by their names in a ResourceQuota."""
+    """Count the objects that the run creates, except pods, keyed by their names in a ResourceQuota."""
     cluster = manifest["spec"].get("rayClusterSpec")
     if not cluster:
         return {JOBS: 1.0}
