@@ -398,7 +398,7 @@ def test_delete_removes_attempts_and_manifests_first_and_the_records_of_the_run_
     assert {key for group in groups for key in group} == files_of(run)
 
 
-def test_a_failed_deletion_lists_what_is_left_and_can_be_repeated(
+def test_a_failed_deletion_lists_what_remains_and_can_be_repeated(
     s3_proxy: FaultProxy, bucket_run: Run, in_bucket: Command, cluster: FakeCluster
 ) -> None:
     fill(bucket_run)

@@ -339,7 +339,7 @@ def test_simultaneous_submissions_of_a_run_get_different_numbers(run: Run, monke
     assert newest_submission(run) == SubmissionRecord("a", server="2")
 
 
-def test_colours_are_removed_from_logs(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_colors_are_removed_from_logs(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     with shipped_driver_output(run):
         print("\x1b[33m(raylet)\x1b[0m a node died")
     [stream] = list_streams(run)

@@ -38,7 +38,7 @@ def save(form: str, size: tuple[int, int] = (8, 8), mode: str = "RGB", **options
 
 
 def png(width: int, height: int, content: bytes = b"") -> bytes:
-    """Return a grey PNG with the given size in its header."""
+    """Return a gray PNG with the given size in its header."""
 
     def chunk(name: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))

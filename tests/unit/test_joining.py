@@ -45,7 +45,7 @@ def survivor_that(**behaviour: Any) -> Any:
     return MagicMock(**{"others_train": False, "replaces": False, "kept": None, **behaviour})
 
 
-def test_a_process_ends_without_waiting_for_output_if_no_further_group_forms(config: WorkerConfig) -> None:
+def test_a_process_exits_without_waiting_for_output_if_no_further_group_forms(config: WorkerConfig) -> None:
     survivor = survivor_that(form=lambda: None)
     with Joining(config, survivor) as joined:
         assert joined.form() is None

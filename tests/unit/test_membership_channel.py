@@ -162,7 +162,7 @@ def test_a_process_tells_the_server_which_state_it_has(server: MembershipServer)
         assert [member.uid for member in server.snapshot().generation.members] == ["leaving", "staying"]
 
 
-def test_closing_the_server_ends_its_threads() -> None:
+def test_closing_the_server_stops_its_threads() -> None:
     before = set(threading.enumerate())
     with open_server(2):
         pass

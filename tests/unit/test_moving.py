@@ -51,7 +51,7 @@ def owner_of(cluster: FakeCluster) -> str:
 # --------------------------------------------------------------------------------------------------------- the drivers
 
 
-def test_the_new_driver_waits_until_the_old_driver_has_saved_and_ended(run: Run) -> None:
+def test_the_new_driver_waits_until_the_old_driver_has_saved_and_exited(run: Run) -> None:
     stop = StopRequest()
     with recorded_outcome(Claimant(run, OLD, "0000000a"), None, 10, stop) as outcome:
         outcome.replace(state=RunState.RUNNING, attempt=0)
@@ -95,7 +95,7 @@ def test_a_driver_ignores_a_handover_request_to_another_driver(run: Run) -> None
     assert not stop.marked
 
 
-def test_the_new_driver_gives_up_if_the_old_driver_does_not_end(run: Run, set_constants: SetConstants) -> None:
+def test_the_new_driver_gives_up_if_the_old_driver_does_not_exit(run: Run, set_constants: SetConstants) -> None:
     set_constants("sunspot.run.handover", HANDED_OVER_WITHIN_S=0.1)
     write_status(run, Status(RunState.RUNNING, OLD, attempt=1))
     with pytest.raises(ConflictError, match=r"run-1 in east .* did not save a checkpoint and stop within 0 s"):

@@ -190,7 +190,7 @@ def test_a_stop_request_does_not_hide_the_end_of_the_run() -> None:
 
 
 @pytest.mark.parametrize("ray", JOB_STATUSES)
-def test_a_failure_is_not_final_while_retries_are_left(ray: str) -> None:
+def test_a_failure_is_not_final_while_retries_remain(ray: str) -> None:
     tries = {"spec": {"backoffLimit": 2}}
     failed = status(RunState.FAILED, reason="the disk is full")
     assert judge(job("Running", ray, failed=1, **tries), status=failed, now=NOW)[0] is RunState.RETRYING

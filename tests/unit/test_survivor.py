@@ -95,7 +95,7 @@ def test_the_loss_of_the_sender_ends_the_transfer_of_a_large_tensor_at_once(tmp_
 
 
 @pytest.mark.parametrize(("hang_timeout_s", "limits_s"), [(300.0, [900.0]), (0.0, [])])
-def test_a_process_that_hangs_while_it_prepares_alone_is_ended(
+def test_a_process_that_hangs_while_it_builds_its_model_alone_is_stopped(
     hang_timeout_s: float, limits_s: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     active = list[float]()
@@ -226,7 +226,7 @@ def test_a_superseded_worker_ends_the_run_only_if_another_driver_owns_it(
 
 
 @pytest.mark.parametrize(("rank", "told"), [(0, True), (1, False)])
-def test_a_replacement_reports_a_fatal_error_if_no_trained_worker_is_left(
+def test_a_replacement_reports_a_fatal_error_if_no_trained_worker_remains(
     rank: int, told: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Otherwise the run would end because of MAX_FAILURES lost workers, instead of with the error's exit code."""
@@ -293,7 +293,7 @@ class Ended(BaseException):
 
 
 @pytest.mark.parametrize(("others_train", "trained"), [(True, False), (True, True), (False, False)])
-def test_a_replacement_that_cannot_train_ends_only_itself(
+def test_a_replacement_that_cannot_train_does_not_stop_workers_that_train(
     others_train: bool, trained: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     survivor = on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0)

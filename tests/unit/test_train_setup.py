@@ -388,7 +388,7 @@ def test_the_last_lines_and_metrics_are_stored_before_a_restart(
 
 
 @pytest.mark.parametrize(("write_s", "left_s"), [(1, 30), (60, 1)])
-def test_workers_end_once_all_output_is_stored_or_the_notice_is_over(
+def test_workers_exit_once_all_output_is_stored_or_the_notice_is_over(
     write_s: float, left_s: float, tmp_path: Path, set_constants: SetConstants
 ) -> None:
     """Only rank 0 knows about the notice, and the output of rank 1 takes a long time to store."""

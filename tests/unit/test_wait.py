@@ -374,7 +374,7 @@ def test_a_run_with_an_abandoned_head_is_restarted_as_the_same_job(
     )
 
 
-def test_head_restarts_are_limited_without_a_new_checkpoint(
+def test_the_number_of_head_restarts_without_a_new_checkpoint_is_limited(
     cluster: FakeCluster, run: Run, sunspot: Command, uids: list[str], when: Callable[..., None]
 ) -> None:
     given = rayjob(JOB)
