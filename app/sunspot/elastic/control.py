@@ -164,7 +164,7 @@ class ControlChannel:
     def set_counts(self, counts: FailureCounts, replacements: int = 0) -> None:
         """Store the failure counts, which now include all losses reported so far.
 
-        `replacements` is the number of these losses that were replacements that could not train.
+        `replacements` of these losses were replacements that could not train.
         """
         self._counts, self._lost_on = counts, []
         self._unjudged_replacements -= replacements
