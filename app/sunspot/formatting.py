@@ -15,7 +15,7 @@ encoded. Tabs, line ends, and the joiners that Persian and emoji need do not mat
 
 
 def visible(text: str) -> str:
-    """Return text that is safe to print on a terminal. Colours are removed, and UNPRINTABLE characters become escapes
+    """Return text that is safe to print on a terminal. Colors are removed, and UNPRINTABLE characters become escapes
     such as `\\x1b`."""
     plain = COLOUR.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
     return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), plain)

@@ -480,7 +480,7 @@ def test_a_process_that_hangs_before_its_first_step_exits() -> None:
         ended = subprocess.run(command, cwd=REPOSITORY, text=True, capture_output=True, timeout=120)
         assert ended.returncode == 1
         assert 'File "<string>"' in ended.stderr, "the output shows where the process hung"
-    assert "this process ends, because it waited more than 1 s until a group of 3 formed" in ended.stderr
+    assert "this process exits, because it waited more than 1 s until a group of 3 formed" in ended.stderr
 
 
 def test_pausing_the_watchdog_enters_the_given_context_manager(run: Run) -> None:

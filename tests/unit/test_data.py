@@ -166,7 +166,7 @@ def test_gray_images_are_converted_to_color_but_color_images_are_never_converted
     source = open_images(str(write(tmp_path / "a.parquet", pa.array([encode(colour), encode(grey)]), [0, 1])))
     np.testing.assert_array_equal(source.read(0)["image"][1], np.stack([grey] * 3))
     source = open_images(str(write(tmp_path / "b.parquet", pa.array([encode(grey), encode(colour)]), [0, 1])))
-    with refusal(DataError, "b.parquet", "row 1", "colour"):
+    with refusal(DataError, "b.parquet", "row 1", "color"):
         source.read(0)
 
 

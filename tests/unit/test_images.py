@@ -229,7 +229,7 @@ def pages(*kinds: int) -> bytes:
         (tiff([16], SIXTEEN_BITS.tobytes(), photometric=0), "a 16-bit negative"),
         (tiff([8] * 4, bytes(32), photometric=2, extra=(0,)), "has channels besides"),
         (tiff([8] * 5, bytes(40), photometric=2, extra=(2, 0)), "has channels besides"),
-        (tiff([8] * 3, bytes(24), photometric=8), "LAB colours"),
+        (tiff([8] * 3, bytes(24), photometric=8), "LAB colors"),
         (pages(0, 0, 0), "has 3 pages"),
         (pages(1, 0), "has 2 pages"),
         (b"Pf 8 8 -1.0\n" + bytes(256), "floating-point pixels"),

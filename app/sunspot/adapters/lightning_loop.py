@@ -141,7 +141,7 @@ class RowWeightedDDPStrategy(RayDDPStrategy):
 
 
 class StepCallback(Callback):
-    """Steps the schedulers, ends each epoch's last step, and makes the optimizer wait until the state has been copied.
+    """Steps the schedulers, finishes each epoch's last step, and makes the optimizer wait until the state is copied.
 
     It replaces Ray's `RayTrainReportCallback`, whose uploads delay training and can lose files without an error.
     Sunspot commits its own checkpoints with a manifest (checkpoint/commit.py), and reports only metrics to Ray.

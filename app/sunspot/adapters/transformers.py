@@ -178,7 +178,7 @@ class TrainerTask(Task):
         return number_rows(splits.train), number_rows(splits.test, held_out=True) if splits.test is not None else None
 
     def _refuse(self, trainer: Trainer, rows: list[int]) -> None:
-        """Raise `SettingsError` if the Trainer uses unsupported features, or other numbers of rows than `rows`.
+        """Raise `SettingsError` if the Trainer uses unsupported features, or if its numbers of rows differ from `rows`.
 
         `rows` contains the number of training rows and the number of held-out rows.
         """

@@ -133,7 +133,7 @@ class TrainerRun(LibraryRun):
 
 
 class StepCallback(TrainerCallback):
-    """Starts the Trainer at the run's position, and ends each epoch's last step.
+    """Starts the Trainer at the run's position, and finishes each epoch's last step.
 
     It also makes the optimizer wait until the state has been copied.
     """

@@ -76,7 +76,7 @@ def refuse_nested(own: Mapping[str, Any], state: Mapping[str, Any], origin: str)
 
 
 def without_wrappers(own: Mapping[str, Any], state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state_dict without prefixes of wrappers, such as `module.`, unless the model's own names have them."""
+    """Return a state_dict without wrappers' prefixes, such as `module.`, unless the model's own names have them."""
     best = state
     names = {name: str(name).replace(COMPILED_PREFIX, "") for name in state}
     while names:

@@ -107,7 +107,7 @@ class Ledger:
             self._mine.append((step, rows))
 
     def unwritten_windows(self, step: int) -> list[tuple[Any, ...]]:
-        """Return the windows of rows up to `step` that might not be in storage yet. Does not contact other workers.
+        """Return the windows up to `step` that might not be in storage yet. Does not contact other workers.
 
         The rows of a later step are omitted, because that step was cancelled.
         """

@@ -135,7 +135,7 @@ class CheckpointManager:
         """Record that `step` was taken, and that this worker consumed the `rows`, which are IDs, int64 [B].
 
         Raises `SettingsError` after the first step if a restart could not load the state. Also raises the error that
-        ended all commits, if there was one, because some loops never call `wait_for_copy`.
+        stopped all commits, if there was one, because some loops never call `wait_for_copy`.
         """
         if self._committer:
             self._committer.raise_if_failed()
@@ -192,7 +192,7 @@ class CheckpointManager:
             committer.commit(snapshot)
 
     def wait_for_copy(self) -> None:
-        """Block until it is safe to change parameters. Raises the error that ended all commits, if there was one.
+        """Block until it is safe to change parameters. Raises the error that stopped all commits, if there was one.
 
         Call this once the gradients of the next optimizer step are known.
         """
@@ -205,7 +205,7 @@ class CheckpointManager:
     def drain(self, timeout_s: float | None = None) -> bool:
         """Wait until the newest snapshot is committed. Return False after `timeout_s`, or if the snapshot was dropped.
 
-        Raises the error that ended all commits, if there was one.
+        Raises the error that stopped all commits, if there was one.
         """
         return self._committer.drain(timeout_s) if self._committer else True
 

@@ -214,7 +214,7 @@ class NodeMemory:
         """Return a free slot of `size` bytes, or None if all are in use.
 
         If no slot is free and `needed` is set, a slot is created at once. Another slot is created in the background
-        (`reserve`) if no slot is free now, or if no slot will be left after this copy.
+        (`reserve`) if no slot is free now, or if this copy takes the last one.
         """
         if self._making:
             if not needed and not self._making.done():

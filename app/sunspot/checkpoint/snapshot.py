@@ -118,8 +118,8 @@ class Snapshot:
 class OptimizerOnlyParameters:
     """Finds the parameters that only optimizer steps change.
 
-    The second training step decides. A parameter qualifies if it has a gradient in that step and the step's forward
-    pass does not change the parameter, not even through `.data`.
+    A parameter qualifies if it has a gradient in the second training step, and if that step's forward pass does not
+    change the parameter, not even through `.data`. Later steps are not checked.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

@@ -85,7 +85,7 @@ def find_classes(location: str, listing: Listing) -> ClassFolders:
     if not pictures:
         raise DataError(
             f"{location} contains no folders of images ({unread or 'it is empty'}); put the images of each class "
-            f"into a separate folder, with the suffix {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
+            f"(files with the suffix {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}) into a separate folder"
         )
     folders = {os.path.dirname(name) for name in pictures}
     refuse_mixed_splits(location, folders, classes=folders)

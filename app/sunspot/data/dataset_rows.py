@@ -22,7 +22,7 @@ IMAGE, INPUT = "image", "input"
 """Column names for the unnamed input of a row: IMAGE if it is an image, otherwise INPUT."""
 
 PICTURE_MODES = ("L", "RGB")
-"""Pillow modes of 8-bit images: greyscale and RGB."""
+"""Pillow modes of 8-bit images: grayscale and RGB."""
 
 RowName = Callable[[int], str]
 """A function that returns a row's name for messages, given the row's number."""

@@ -4,7 +4,7 @@ An entry contains one range of one version of a file. Its name is a hash of the 
 range. Rows are always read in the same ranges, so the next epoch finds all of its ranges in the cache.
 
     3f/3fa91c...    an entry: a checksum and the content, renamed to this name once it is complete
-    locks/3fa       locked while a process fetches an entry whose name begins with 3fa, so that only one does
+    locks/3fa       locked while a process fetches an entry whose name begins with 3fa, so that no other process does
     size            the total size of all entries in bytes. It is only changed while locks/size is locked
 
 Processes share nothing except these files, so they can run in different pods. A process that is killed, or whose disk
@@ -129,7 +129,7 @@ class DiskCache:
         return locked
 
     def _remove_oldest(self, left: int) -> int:
-        """Remove the least recently used entries until the rest take at most `left` bytes, and return their size."""
+        """Remove the least recently used entries until the rest take at most `left` bytes, and return the new total."""
         entries = []
         for path in self._folder.glob("??/*"):
             with suppress(FileNotFoundError):  # another process has just removed or renamed it

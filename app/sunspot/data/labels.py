@@ -162,7 +162,7 @@ def merge_labels(
 
     Names are numbered in sorted order. If a `model` predicts the rows, the labels are the model's class numbers, or
     there are no labels if the model does not know all names. Numbers in CSV count as names if `as_names` is set, if
-    another file has names, or if they are all class names of the model.
+    another file has names, or if all of them are class names of the model.
     """
     if not files:
         return NO_LABELS

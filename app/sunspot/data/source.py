@@ -1,4 +1,4 @@
-"""Defines the `Source` protocol, through which loaders read rows, and the facts about a model's data in checkpoints."""
+"""Defines `Source`, through which loaders read rows, and `ModelData`, which describes a model's data in checkpoints."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ TEXT_GROUP_ROWS = 1024
 """Rows in a row group of CSV or JSON lines. The formats themselves have no groups."""
 
 PICTURE_GROUP_ROWS = 32
-"""Images in a row group. Groups are small, because neighbouring images have the same class and groups are not split."""
+"""Images in a row group. Groups are small, because neighboring images have the same class and groups are not split."""
 
 MAX_TEXT_BYTES = 1 << 30
 """Largest size of a text file in bytes. Each process that reads the file keeps it in memory."""
@@ -278,7 +278,7 @@ class PictureFolder(TableFile):
         return pa.table({name: found[name] for name in columns})
 
     def find_dims(self, side: int) -> tuple[int, ...]:
-        """Return [H, W] if all images are grey, otherwise [H, W, 3].
+        """Return [H, W] if all images are gray, otherwise [H, W, 3].
 
         H and W are `side` if it is set. Otherwise, they are the size of the images, or USUAL_SIDE if the sizes differ.
         """

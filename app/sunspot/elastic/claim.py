@@ -276,7 +276,7 @@ def claim_attempt(claimant: Claimant, settings: Settings, inventories: list[Node
     while these workers were training.
 
     If the run is moving here from another place, the claim waits until the driver there has saved a checkpoint and
-    ended (`run.handover`).
+    exited (`run.handover`).
     """
     run = claimant.run
     if settings.job.moves_from:
@@ -329,7 +329,7 @@ def choose_start(
     """Choose the state that an attempt starts from.
 
     `claimed` contains all attempts, with the newly claimed attempt last. `damaged` maps checkpoint names to faults.
-    From now on, only the claimed attempt commits or deletes checkpoints. Requests from earlier attempts may still
+    After the claim, only the claimed attempt commits or deletes checkpoints. Requests from earlier attempts may still
     complete, but cannot produce a checkpoint newer than the ones listed now. Raises `SupersededError` if another
     attempt has been claimed since, and `DamageError` if `refuse_to_start_over` raises it.
     """

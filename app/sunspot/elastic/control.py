@@ -164,7 +164,7 @@ class ControlChannel:
     def set_counts(self, counts: FailureCounts, replacements: int = 0) -> None:
         """Store the failure counts, which now include all losses reported so far.
 
-        `replacements` is the number of these losses that were replacements that could not train.
+        `replacements` of these losses were replacements that could not train.
         """
         self._counts, self._lost_on = counts, []
         self._unjudged_replacements -= replacements
@@ -198,7 +198,7 @@ class ControlChannel:
         self._command = replace(self._command, save=True)
 
     def restart_group(self, incident: Incident, deadline: float | None) -> None:
-        """Ask the worker group to save and end. `deadline` is the time at which the first of its nodes will be gone."""
+        """Ask the worker group to save and stop. `deadline` is the time at which the first of its nodes is lost."""
         self.add_incident_facts(incident)
         self.log(f"{incident.cause}: {incident.detail}; the workers save and start again")
         moves = incident.cause is Cause.MOVED
@@ -223,7 +223,7 @@ class ControlChannel:
     def group(self) -> WorkerGroup | None:
         """Return the newest worker group.
 
-        Returns None if no group has begun yet, if the group was asked to end, or if it failed because of a GPU.
+        Returns None if no group has begun yet, if the group was asked to stop, or if it failed because of a GPU.
         """
         return self._group
 
@@ -266,7 +266,7 @@ class ControlClient:
     ) -> Answer | None:
         """Call a method of the channel and return its result, or None if the channel is gone.
 
-        If the channel is gone, the driver is gone, too, and Ray ends all processes of the driver.
+        If the channel is gone, the driver is gone, too, and Ray stops all of the driver's processes.
         """
         with suppress(RayError):
             return self.call(method, *given, **named)

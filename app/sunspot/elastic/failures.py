@@ -97,7 +97,7 @@ LeaveOut = Callable[[Suspects], list[str]]
 
 
 class WorkersFailedError(Exception):
-    """Raised if the workers failed and no other group starts. The one-line text names the ranks and what ended them."""
+    """Raised if the workers failed and no other group starts. The text says in one line which ranks failed and why."""
 
     def __init__(self, text: str, final: bool = False) -> None:
         """Create the error. `final` is True if workers on any other cluster would fail in the same way."""
@@ -137,7 +137,7 @@ def find_cuda_error(error: Exception) -> int | None:
 class FailureJudge:
     """Decides whether another worker group follows one that failed.
 
-    At most `max_failures` groups in a row may fail without a new checkpoint, or without a new step in survivor mode.
+    At most `max_failures` groups in a row may fail without a new checkpoint (or, in survivor mode, a new step).
     Groups that got no rows (up to MAX_STARVED) and groups that took no step from an in-memory copy (up to RESTORES) do
     not count toward this limit. In survivor mode, losses within one step end the run only if there are at least as many
     losses as workers in the group, because all workers in a zone can be lost within seconds. The control channel keeps
@@ -315,7 +315,11 @@ def same_message(errors: list[RankError]) -> tuple[object, ...] | None:
 
 
 def find_only(errors: list[RankError], describe: Callable[[Failure], tuple[object, ...]]) -> tuple[object, ...] | None:
-    """Return the description that all ranks' errors share, or None if they differ or come from outside the program."""
+    """Return the description that all ranks' errors share, or None if the descriptions differ.
+
+    Also returns None if a rank reported no error, or if an error came from outside the program or is a consequence of
+    another error.
+    """
     kinds = {describe(one.failure) for one in errors}
     if len(kinds) != 1 or len(errors) < errors[0].world_size:
         return None
@@ -323,14 +327,15 @@ def find_only(errors: list[RankError], describe: Callable[[Failure], tuple[objec
 
 
 def describe(end: GroupEnd, errors: dict[int, Exception]) -> str:
-    """Describe in one line which ranks ended and why. An error that is only a consequence of another is omitted.
+    """Describe in one line which ranks failed and why. An error that is only a consequence of another is omitted.
 
-    If ranks have hung and ended themselves, the line names the ranks that the others waited for.
+    If ranks have hung and their processes have exited, the line names the ranks that blocked the others, or all hung
+    ranks if the culprits are unknown.
     """
     reported = [one.failure for one in end.errors]
     known = {failure.rank for failure in reported}
     lost = {rank: error for rank, error in errors.items() if isinstance(error, LOST) and rank not in known}
-    lost = {} if end.hangs else lost  # the ranks have ended themselves
+    lost = {} if end.hangs else lost  # the watchdogs have terminated these ranks
     step = max([end.progress.step, *(failure.step for failure in reported)])
     parts: dict[str, list[int]] = {}
     for failure in [failure for failure in reported if not failure.is_consequence] or ([] if lost else reported):

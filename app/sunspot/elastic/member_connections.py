@@ -399,7 +399,7 @@ def _prove(key: bytes, role: bytes, nonces: bytes) -> bytes:
 
 
 def _end_if_unacknowledged(own: socket.socket) -> None:
-    """Send packets without delay, and end the connection if one is not acknowledged for MACHINE_LIMIT_S.
+    """Send packets without delay, and close the connection if a packet is not acknowledged for MACHINE_LIMIT_S.
 
     See TCP_USER_TIMEOUT in tcp(7).
     """

@@ -6,7 +6,7 @@ asked. New processes and preempted nodes also change the group, but only between
 change, and the members ask to join the next generation when their step is done.
 
 At most one generation is open, and only members of the newest generation are told to form a group. A process that
-cannot reach the server is therefore in no group, and ends.
+cannot reach the server is therefore in no group, and exits.
 
 The newest state is never left behind. If only members on draining nodes have it, they stay in the group, hand the state
 over, and leave at the next change.
@@ -14,8 +14,8 @@ over, and leave at the next change.
 The size of the group can be limited. Members then leave as they do on a draining node, but keep their processes, and
 are the first to join if the limit rises again.
 
-Under PARALLEL=hsdp, a group consists of whole replicas (`replicas.arrange`). If one of a replica's workers is lost, its
-other workers keep their processes, and wait until a new process completes a replica.
+Under PARALLEL=hsdp, a group consists of whole replicas (`replicas.arrange`). If one of a replica's workers is lost, the
+replica's other workers keep their processes, and wait until a new process completes a replica.
 """
 
 import math
@@ -270,7 +270,7 @@ class Membership:
         self._settled_at = now + SETTLE_S
 
     def _wanted(self) -> set[str]:
-        """Return the uids of the next generation, if it formed now and all members had equally new states."""
+        """Return the uids that the next generation would have if it formed now and all states were equally new."""
         return {member.uid for member in self._choose(self._requests.keys() | self.generation.ranks.keys())}
 
     def _ask_for_change(self) -> list[tuple[str, Message]]:

@@ -1,10 +1,10 @@
 """Connects the members of a worker group with the membership server in the driver, over one connection for each member.
 
-Members send heartbeats, ask for the next group, and announce the end of all groups. The server announces the members of
-each group, and tells them when the group changes or ends. All other reports and commands go through the control channel
-(control.py).
+Members send heartbeats, ask for the next group, and report that no other group should follow. The server announces the
+members of each group, and tells them when the group changes or ends. All other reports and commands go through the
+control channel (control.py).
 
-`MembershipServer.declare_lost` is the only function that declares a process lost. If a process ends, its connection
+`MembershipServer.declare_lost` is the only function that declares a process lost. If a process exits, its connection
 ends, so the loss is known at once. A lost node does not close its connections, but its kernel no longer answers. The
 server sends a byte to a member that has sent no heartbeat for a while. Even a busy kernel acknowledges such bytes, so
 a limit of MACHINE_LIMIT_S is enough. Members notice a lost driver in the same way. If a process is stopped, its kernel
@@ -218,7 +218,7 @@ class MembershipServer:
     def declare_lost(self, connection: MemberConnection, error: BaseException | None) -> None:
         """Declare the process at the other end of a connection lost, even if it is still alive.
 
-        The connection has ended with `error`: EOFError or a reset if the process has ended, one of MACHINE_ERRORS if
+        The connection has ended with `error`: EOFError or a reset if the process has exited, one of MACHINE_ERRORS if
         its machine did not answer for MACHINE_LIMIT_S, or None if no heartbeat came for PROCESS_LIMIT_S.
         """
         with self._lock:
@@ -340,9 +340,9 @@ class MembershipClient:
         "Number of the newest generation that was told to change after a step."
 
     def connect(self) -> bool:
-        """Register this process as a newcomer, unless it is already connected. Returns True if others are training.
+        """Register this process as a newcomer, unless it is already connected.
 
-        Raises `DriverUnreachableError`.
+        Returns True if other processes are training. Raises `DriverUnreachableError`.
         """
         with self._connecting:
             if self._link is None:
@@ -382,7 +382,7 @@ class MembershipClient:
         """Leave the current generation, and return the next one that includes this process, with the process's rank.
 
         `step` is the step of this process's state, or None if it has no usable state. `left_out` is called when the
-        others form a group without this process, because the number of members is limited. Returns None if no next
+        other processes form a group without this one, because the number of members is limited. Returns None if no next
         generation will form. Raises `DriverUnreachableError`.
         """
         self._leave_generation()

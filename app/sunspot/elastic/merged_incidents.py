@@ -78,7 +78,7 @@ class Incidents:
         self._notes += [Note(event, detail, time.time()) for detail in details]
 
     def begin_group(self) -> Incident:
-        """Return why a new group begins, with the incidents of all groups since the last one that completed a step."""
+        """Return why a new group begins, with the incidents since the last group that completed a step."""
         began = merge(self._began, self._ending)
         began = replace(began, notes=(*began.notes, *self._notes))
         self._began, self._ending = replace(began, notes=()), Incident()

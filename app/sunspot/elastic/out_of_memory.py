@@ -1,4 +1,4 @@
-"""Recognizes workers that ended because they ran out of memory, and describes them for users."""
+"""Recognizes workers that died because they ran out of memory, and describes them for users."""
 
 import re
 from collections.abc import Mapping

@@ -80,9 +80,9 @@ def first_incident(start: StartPoint) -> Incident:
     """Return why a driver starts its first worker group, or an empty incident for a later group.
 
     If the previous driver belonged to another job and was still alive, this job has taken over the run. The previous
-    driver counts as alive if it wrote a status after this driver had begun. In a different place, a status from shortly
-    before the claim is enough. A previous driver of the same job counts as lost, even if its workers run for another
-    minute.
+    driver counts as alive if it wrote a status after this driver had begun. If it ran in a different place (for
+    example, in another cluster), a status from shortly before the claim is enough. A previous driver of the same job
+    counts as lost, even if its workers run for another minute.
     """
     own, other = start.past.status, start.past.other
     if not start.before:
@@ -110,7 +110,7 @@ def first_incident(start: StartPoint) -> Incident:
 def explain_error(error: RankError) -> Incident:
     """Return the incident for an error that a rank reports.
 
-    The incident is empty if the error is only a consequence of another process's end.
+    The incident is empty if the error is only a consequence of another process's exit.
     """
     if error.failure.is_consequence:
         return Incident()

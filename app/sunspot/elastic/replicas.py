@@ -65,7 +65,7 @@ def _split_by_node(
 def _split(
     pool: Sequence[Member], shards: Mapping[Member, int], bound: Collection[Member], degree: int
 ) -> tuple[list[list[Member]], list[Member]]:
-    """Return the whole replicas that the members in `pool` can form, and the members that are left."""
+    """Return the whole replicas that the members in `pool` can form, and the remaining members."""
     free = [member for member in pool if member not in bound]
     held: list[list[Member]] = [[] for _ in range(degree)]
     for member in pool:
