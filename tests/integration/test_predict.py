@@ -227,8 +227,8 @@ def test_a_killed_prediction_job_resumes_with_the_missing_output_files(
 @pytest.mark.slow
 def test_rows_without_labels_are_predicted(predict: Predict, finished_run: FinishedRun, tmp_path: Path) -> None:
     table = pq.read_table(f"{finished_run.data}/test/part.parquet")
-    pq.write_table(table.drop_columns("label"), tmp_path / "unlabelled.parquet")
-    words = ["--dataset", str(tmp_path / "unlabelled.parquet"), "--output", str(tmp_path / "out"), "--workers", "1"]
+    pq.write_table(table.drop_columns("label"), tmp_path / "unlabeled.parquet")
+    words = ["--dataset", str(tmp_path / "unlabeled.parquet"), "--output", str(tmp_path / "out"), "--workers", "1"]
     found = predict(str(finished_run.directory(finished_run.newest)), *words)
     assert (found["accuracy"], found["rows"], found["split"]) == (None, TEST_ROWS, "train")
     predictions, _ = Classifier("run", storage=finished_run.storage).predict(finished_run.rows()["image"])

@@ -162,8 +162,8 @@ def test_unread_arguments_and_misspelled_functions_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     reads = TASK.replace("return Net()", 'settings.task_args.get("hidden"); return Net()')
-    misspelt = "def checkpoint_file(model, state): return {}\n"
-    check_task(tmp_path, reads + misspelt, monkeypatch, TASK_ARGS='{"hiden": 32}')
+    misspelled = "def checkpoint_file(model, state): return {}\n"
+    check_task(tmp_path, reads + misspelled, monkeypatch, TASK_ARGS='{"hiden": 32}')
     assert "SUNSPOT_TASK_ARGS: the task has not read hiden; did you mean hidden?" in caplog.text
     assert "did you mean checkpoint_files?" in caplog.text
 

@@ -25,10 +25,10 @@ from tests.harness.datasets import everything, put_mnist, refusal
 REPOSITORY = Path(__file__).parents[2]
 
 
-def put_images(folder: Path, colour: tuple[int, int, int], count: int, size: tuple[int, int] = (20, 12)) -> None:
+def put_images(folder: Path, color: tuple[int, int, int], count: int, size: tuple[int, int] = (20, 12)) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(count):
-        Image.new("RGB", size, colour).save(folder / f"{number}.png")
+        Image.new("RGB", size, color).save(folder / f"{number}.png")
 
 
 def class_names(path: Path) -> list[str]:

@@ -88,7 +88,7 @@ def test_unsupported_image_formats_are_rejected(decode: Decode, form: str, monke
 
 @both
 def test_animated_images_are_rejected(decode: Decode) -> None:
-    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
+    frames = [Image.new("RGB", (8, 8), color) for color in ("red", "blue")]
     with pytest.raises(SunspotError, match=r"an animation of \d+ frames; use a single image"):
         decode(save("PNG", save_all=True, append_images=frames))
 

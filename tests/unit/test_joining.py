@@ -40,9 +40,9 @@ def config(run: Run, monkeypatch: pytest.MonkeyPatch) -> WorkerConfig:
     return WorkerConfig(plan, "me", "", LocalControl(), threads=1, collective_timeout_s=300)
 
 
-def survivor_that(**behaviour: Any) -> Any:
+def survivor_that(**behavior: Any) -> Any:
     """Return a fake survivor that has trained before and keeps no state."""
-    return MagicMock(**{"others_train": False, "replaces": False, "kept": None, **behaviour})
+    return MagicMock(**{"others_train": False, "replaces": False, "kept": None, **behavior})
 
 
 def test_a_process_exits_without_waiting_for_output_if_no_further_group_forms(config: WorkerConfig) -> None:

@@ -21,7 +21,7 @@ from sunspot.data.columns import (
     is_encoded,
 )
 from sunspot.data.dataset_files import absolute, arrow_errors, join, open_file
-from sunspot.data.images import GREY_MODES, open_image, upright_size
+from sunspot.data.images import GRAY_MODES, open_image, upright_size
 from sunspot.data.labels import LABEL
 from sunspot.data.source import ModelData
 from sunspot.data.table import (
@@ -135,8 +135,8 @@ def _declare_image(value: pa.Scalar, place: str) -> ImageColumn:
             image = open_image(io.BytesIO(value.as_py()))
         except DataError as error:
             raise DataError(f"{place}: image {error}") from error
-        colour = () if image.mode in GREY_MODES else (3,)
-        return ImageColumn.of_dims((*upright_size(image), *colour), place)
+        color = () if image.mode in GRAY_MODES else (3,)
+        return ImageColumn.of_dims((*upright_size(image), *color), place)
     dims: tuple[int, ...] = ()
     nested = value.as_py()
     while isinstance(nested, list):

@@ -37,7 +37,7 @@ USUAL_SIDE = 64
 MAX_BYTES = 10**9
 """Largest size of a file in bytes. The limit also stops reads from endless devices."""
 
-GREY_MODES = {"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N", "F"}
+GRAY_MODES = {"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N", "F"}
 """Pillow modes without color."""
 
 ANIMATED_FORMATS = ("PNG", "WEBP", "GIF")
@@ -154,11 +154,11 @@ def decode_picture(content: bytes, shape: tuple[int, ...], scales: bool = False)
     rejected.
     """
     image = open_image(io.BytesIO(content), FILE_FORMATS if scales else FORMATS)
-    grey = image.mode in GREY_MODES
+    gray = image.mode in GRAY_MODES
     height, width = upright_size(image)
-    if not scales and ((height, width) != shape[1:] or (shape[0] == 1 and not grey)):
+    if not scales and ((height, width) != shape[1:] or (shape[0] == 1 and not gray)):
         raise DataError(
-            f"is {height} x {width} (height x width) and {'gray' if grey else 'in color'}, but the model needs images "
+            f"is {height} x {width} (height x width) and {'gray' if gray else 'in color'}, but the model needs images "
             f"of {shape[1]} x {shape[2]} {'in gray' if shape[0] == 1 else 'in color'}, like the first image of its "
             "dataset; convert it"
         )

@@ -27,7 +27,7 @@ from sunspot.data.dataset_files import (
     read_range,
 )
 from sunspot.data.fingerprint import digest, digest_array
-from sunspot.data.images import FILE_FORMATS, GREY_MODES, USUAL_SIDE, open_image, upright_size
+from sunspot.data.images import FILE_FORMATS, GRAY_MODES, USUAL_SIDE, open_image, upright_size
 from sunspot.data.parsed_text import find_inexact_integers, find_json_line, find_line, read_csv, read_json_lines
 from sunspot.errors import DataError, SunspotError
 from sunspot.formatting import as_bytes, plural
@@ -289,7 +289,7 @@ class PictureFolder(TableFile):
             raise DataError(f"{refused[0]}{others}")
         sizes, modes = zip(*(header for header in headers if not isinstance(header, DataError)), strict=True)
         height, width = (side, side) if side else sizes[0] if len(set(sizes)) == 1 else (USUAL_SIDE, USUAL_SIDE)
-        return (height, width) if GREY_MODES.issuperset(modes) else (height, width, 3)
+        return (height, width) if GRAY_MODES.issuperset(modes) else (height, width, 3)
 
     def _read_picture(self, name: str) -> bytes:
         with open_uncached(join(self._location, name)) as file:

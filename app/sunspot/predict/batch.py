@@ -131,14 +131,14 @@ def predict_dataset(
             hide_warning_of_restarts()
             predictions = predict_parts(source, model, settings, missing, workers)
             write_parts(storage, predictions, missing, rows_in(source))
-    labelled, correct = count_correct(storage, parts) if model.data.classes else (False, 0)
+    labeled, correct = count_correct(storage, parts) if model.data.classes else (False, 0)
     return {
         "checkpoint": model.checkpoint.name,
         "step": model.checkpoint.step,
         "dataset": settings.dataset,
         "split": split,
         "rows": rows_in(source),
-        "accuracy": correct / rows_in(source) if labelled else None,
+        "accuracy": correct / rows_in(source) if labeled else None,
         "output": storage.locate("").rstrip("/"),
         "parts": len(parts),
         "kept": len(kept),

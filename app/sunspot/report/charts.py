@@ -272,8 +272,8 @@ def log_axis(values: Iterable[float]) -> Axis:
     ticks = [factor * 10.0**power for power in powers[::every] for factor in factors]
     below = max([tick for tick in ticks if tick <= low], default=low)
     above = min([tick for tick in ticks if tick >= high], default=high)
-    labelled = tuple((tick, tick_label(tick, tick)) for tick in ticks if below <= tick <= above)
-    return Axis(below, above, labelled, log=True)
+    labeled = tuple((tick, tick_label(tick, tick)) for tick in ticks if below <= tick <= above)
+    return Axis(below, above, labeled, log=True)
 
 
 def fitting_axis(name: str, values: Sequence[float]) -> Axis:

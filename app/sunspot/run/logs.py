@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TextIO, cast
 
 from sunspot.background import Background, TokenBucket
 from sunspot.errors import DamageError, StorageError, SunspotError, format_trace
-from sunspot.formatting import COLOUR, as_bytes
+from sunspot.formatting import COLOR, as_bytes
 from sunspot.run import Run
 from sunspot.run.streams import Segment, read_segment, read_segments
 from sunspot.standard_streams import mute, print_escapes
@@ -193,7 +193,7 @@ class _Tee:
         print_escapes(stream)
 
     def write(self, text: str) -> int:
-        plain = COLOUR.sub("", text)  # Ray colours its output even if it does not go to a terminal
+        plain = COLOR.sub("", text)  # Ray colors its output even if it does not go to a terminal
         self.copy(plain)
         if not self._failed:
             try:

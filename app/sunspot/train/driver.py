@@ -164,12 +164,12 @@ def plan_run(run: Run, settings: Settings, identity: Iterable[str]) -> Plan:
     # Imported here, because torch takes seconds to import.
     from sunspot.plan import make_plan
     from sunspot.ray_session import starts_own_session
-    from sunspot.tasks import describe_misspelt, load_task
+    from sunspot.tasks import describe_misspelled, load_task
     from sunspot.train.this_machine import refuse_impossible
 
     enter_code(settings.job.code)
     task = load_task(settings)
-    for text in describe_misspelt(task):
+    for text in describe_misspelled(task):
         log.warning(text)
     plan = replace(make_plan(settings, task), one_machine=starts_own_session())
     if plan.one_machine:

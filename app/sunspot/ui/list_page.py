@@ -124,11 +124,11 @@ def _values(seen: RunSeen, curve: Curve, now: float) -> Iterator[Html | None]:
     """Yield the row's values in the columns after the name. Unknown values are None."""
     status = seen.progress
     state, why = describe_state(seen)
-    sign, colour = SIGNS.get(seen.state, ("", "")) if state else ("?", "bad")
+    sign, color = SIGNS.get(seen.state, ("", "")) if state else ("?", "bad")
     if state in (RunState.RUNNING, RunState.SUCCEEDED):
         why = status.nan_warning if status and state == RunState.RUNNING else ""
     why = why if len(why) <= MAX_REASON else f"{why[: MAX_REASON - 1]}…"
-    shown = element("span", f"{sign} {state or 'not known'}".strip(), class_=f"state {colour}".strip())
+    shown = element("span", f"{sign} {state or 'not known'}".strip(), class_=f"state {color}".strip())
     yield join([shown, element("small", why)])
     if status is None:
         yield from [None] * (len(COLUMNS) - 3)

@@ -94,9 +94,9 @@ def _check_operator(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Chec
     pods = cluster.list_all("all pods", OPERATOR)
     running = [pod for pod in pods if pod_view(pod).ready]
     if not running:
-        seen = f"no pod labelled {OPERATOR} runs in any namespace"
+        seen = f"no pod labeled {OPERATOR} runs in any namespace"
         if pods:
-            seen = f"none of the {plural(len(pods), 'pod')} labelled {OPERATOR} are ready"
+            seen = f"none of the {plural(len(pods), 'pod')} labeled {OPERATOR} are ready"
         fix = "install it, or find out why it does not run; without it, runs wait forever"
         hidden = _is_on_gke(cluster)
         if hidden:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sunspot.settings import Settings
-from sunspot.tasks import describe_misspelt, load_task
+from sunspot.tasks import describe_misspelled, load_task
 
 NAMES = (f"task_with_names_{number}" for number in itertools.count())
 
@@ -18,7 +18,7 @@ def describe(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> list[s
     name = next(NAMES)
     (folder / f"{name}.py").write_text(f"from tests.tasks.tiny import build_model, loss\n{text}\n")
     monkeypatch.syspath_prepend(folder)
-    return [*describe_misspelt(load_task(Settings(task=name)))]
+    return [*describe_misspelled(load_task(Settings(task=name)))]
 
 
 @pytest.mark.parametrize(
