@@ -572,6 +572,13 @@ def test_status_prints_the_total_cost_of_incidents(cluster: FakeCluster, run: Ru
     assert f"warning:    {warning}" in lines
     assert "saves:      40.0 s to commit (notice: 30 s); copied to memory every 41 steps" in lines
 
+    lost = start(run, JOB, checkpoint_name(5, 5), tier="storage", world_size=2)
+    write_receipt(run, lost, len(causes), Cause.DRIVER_LOST, last_step=8, at_least=True)
+    assert sunspot("status", "run", "--json") == 0
+    assert (sunspot.json["steps_replayed"], sunspot.json["replayed_at_least"]) == (10, True)
+    assert sunspot("status", "run") == 0
+    assert "4 (2 preempted, 1 node lost, 1 driver lost), at least 10 steps replayed" in sunspot.out
+
 
 @pytest.mark.parametrize("how", ["unreachable", "none", "gone"])
 def test_status_works_when_the_cluster_is_gone(

@@ -129,6 +129,7 @@ def _begin(claimant: Claimant, newest: Checkpoint | None) -> tuple[int, Status |
         epoch=newest.epoch if newest else 0,
         world_size=0,
         heartbeat=None,
+        saved=before is not None and before.saved and before.attempt == known,
         nan_since=0,
     )
     return known, before, DriverStatusWriter(run, begun)
@@ -208,7 +209,7 @@ class DriverStatusWriter:
         own = newest_status(list_statuses(self._run), self.begun.driver)
         other = read_status(self._run)
         if own and attempt_of_status(own) == 0 and other and not is_alive(other, time.time()):
-            self._last = replace(self.begun, attempt=other.attempt)
+            self._last = replace(self.begun, attempt=other.attempt, saved=other.saved)
             write_status(self._run, self._last)
 
     def finishing(self) -> None:

@@ -94,6 +94,8 @@ class StatusRecord(Record):
     incidents: int | None = None
     incidents_by_cause: dict[str, int] | None = None
     steps_replayed: int | None = None
+    replayed_at_least: bool | None = None
+    "True if more than `steps_replayed` steps may have been repeated."
     warning: str | None = None
     nan_since: int | None = None
     save_s: Number | None = None
@@ -168,6 +170,7 @@ def make_status_record(access: RunAccess, snapshot: RunSnapshot, details: RunDet
         record.incidents = len(details.incidents)
         record.incidents_by_cause = details.incidents_by_cause
         record.steps_replayed = details.steps_replayed
+        record.replayed_at_least = details.replayed_at_least
     if status:
         record.workers_running = status.world_size if is_current else 0 if state.terminal else None
         of_goal = forecast(details).warnings if details else []
