@@ -20,7 +20,7 @@ from sunspot.storage.base import Storage
 from sunspot.submitter.cluster.api import Cluster
 from sunspot.submitter.cluster.gone_jobs import find_gone_job
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot
-from sunspot.submitter.cluster.state import ClusterSeen, count_workers, judge, wanted_workers
+from sunspot.submitter.cluster.state import ClusterSeen, count_workers, judge, wanted_workers, without_next_job
 from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.manifest.pods import RUN_LABEL
 from sunspot.submitter.manifest.render import STORAGE_PATH, settings_of
@@ -141,7 +141,8 @@ class ListRecord(Record):
 def make_status_record(access: RunAccess, snapshot: RunSnapshot, details: RunDetails | None) -> StatusRecord:
     """Return the record of one run. `details` is None if storage has no files of the run yet, or cannot be read."""
     run = access.run
-    status, job = snapshot.storage.status, snapshot.job
+    seen, status = without_next_job(snapshot.cluster, snapshot.storage), snapshot.storage.status
+    job = seen.job
     state, reason = snapshot.state()
     is_current = not state.terminal and state is not RunState.SILENT
     logs = run.storage.locate(run.key("logs"))
@@ -182,7 +183,7 @@ def make_status_record(access: RunAccess, snapshot: RunSnapshot, details: RunDet
         record.memory_every = status.memory_every
         record.where = Owner.parse(status.owner).record()
     if job and access.cluster:
-        record.pods_wanted, running = count_workers(snapshot.cluster, job)
+        record.pods_wanted, running = count_workers(seen, job)
         record.pods_running = None if snapshot.cluster.unseen_pods else running
         record.job = job.name
         wanted = wanted_workers(job, snapshot.storage)

@@ -168,9 +168,9 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, t
     state, reason = snapshot.state() if snapshot.known else (RunState.LOST, "")
     status = snapshot.storage.status
     stop_wanted = snapshot.storage.summary.stop_requested
-    # During a move, attach only to a RayJob that asks the driver that trains now to save and end.
-    attaches = not moves_from or settings_of(job.raw).get(MOVES_FROM) == moves_from if job else False
-    if job and attaches and not state.terminal and not elsewhere:
+    # During a move, attach only to a live RayJob that asks the driver that trains now to save and end.
+    moves_too = job is not None and job.live and settings_of(job.raw).get(MOVES_FROM) == moves_from
+    if job and (moves_too or not moves_from) and not state.terminal and not elsewhere:
         if stop_wanted and not dry_run:
             clear_stop(run)
         return submission("attached", "the stop marker is cleared" if stop_wanted else f"{state}: {reason}")
