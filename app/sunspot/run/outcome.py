@@ -17,7 +17,7 @@ from sunspot.run import Claimant, Run
 from sunspot.run.attempts import newest_number
 from sunspot.run.checkpoints import Checkpoint
 from sunspot.run.failures import describe_failure, record_failure
-from sunspot.run.handover import read_handover
+from sunspot.run.handover import left_for_move, read_handover
 from sunspot.run.objects import read_if_usable
 from sunspot.run.owner import Owner
 from sunspot.run.requests import StopRequest, list_submissions
@@ -103,7 +103,7 @@ def _note_handover(claimant: Claimant, stop_request: StopRequest) -> None:
     """Let the run stop if another owner's driver waits for this one to save and end."""
     handover = read_handover(claimant.run)
     if handover and handover.old == claimant.owner:
-        stop_request.note_marker()
+        stop_request.note_move(handover.new)
 
 
 def _begin(claimant: Claimant, newest: Checkpoint | None) -> tuple[int, Status | None, DriverStatusWriter]:
@@ -225,8 +225,16 @@ class DriverStatusWriter:
         self._outcome = {"state": state, "reason": reason, **fields}
 
     def end_as_expected(self) -> None:
-        """Record that the driver ended without an error."""
-        self.end(**self._outcome)
+        """Record that the driver ended without an error.
+
+        Raises `StorageError` if the run moves and this cannot be recorded. The operator then starts the driver again,
+        because a run that neither place trains would be taken for one that has succeeded.
+        """
+        if not left_for_move(replace(self._last, **self._outcome)):
+            self.end(**self._outcome)
+            return
+        self._ended = True
+        self._write_in_time(StatusKind.ENDED, **self._outcome)
 
     def withdraw(self) -> None:
         """Delete this driver's status, so that the previous status applies again. Raises `StorageError`."""
@@ -251,6 +259,13 @@ class DriverStatusWriter:
         return self._write(StatusKind.DRIVER, **fields)
 
     def _write(self, kind: StatusKind, **fields: Any) -> bool:
+        with suppress(StorageError):
+            return self._write_in_time(kind, **fields)
+        return False
+
+    def _write_in_time(self, kind: StatusKind, **fields: Any) -> bool:
+        """Write the status like `replace`. Raises `StorageError` if this fails or takes longer than RECORD_S."""
+
         def write() -> bool:
             with self._writing:
                 entry = find_own_status(self._run, self._last.driver, fields.get("attempt", 0))
@@ -260,9 +275,7 @@ class DriverStatusWriter:
                     write_status(self._run, self._last, kind)
             return entry is not None
 
-        with suppress(StorageError):
-            return with_deadline(RECORD_S, "writing the status", write)
-        return False
+        return with_deadline(RECORD_S, "writing the status", write)
 
     def _load(self, entry: Entry) -> None:
         """Read the status object if the workers wrote it. The driver remembers its own writes."""

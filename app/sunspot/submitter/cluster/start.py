@@ -220,10 +220,11 @@ def place_of(manifest: Mapping[str, Any]) -> str:
     return Owner.parse(settings_of(manifest).get(JOB_ID, "")).place
 
 
-def resume_run(access: RunAccess, snapshot: RunSnapshot) -> Submission | None:
+def resume_run(access: RunAccess, snapshot: RunSnapshot, take_over: bool = False) -> Submission | None:
     """Clear the stop marker, and apply the run's RayJob again as `sunspot submit` applied it.
 
     Returns None if the run was not started by `sunspot submit` and must be restarted by other means. Raises
+    `ConflictError` if the run is alive elsewhere and `take_over` is False. Raises
     `NotFoundError` if the submitted RayJob is not in this namespace, and `ClusterError` if the cluster does not answer.
     """
     job, submitted = snapshot.job, newest_submission(access.run)
@@ -232,7 +233,7 @@ def resume_run(access: RunAccess, snapshot: RunSnapshot) -> Submission | None:
     manifest = applied_manifest(job, access.run.name) if job and not job.gitops_tool else None
     if manifest:
         arguments = submitted.arguments if submitted else ()
-        return start_job(access, PreparedJob(as_submission(manifest), arguments))
+        return start_job(access, PreparedJob(as_submission(manifest), arguments), take_over=take_over)
     if submitted and (not job or (submitted.job == job.name and not job.gitops_tool)):
         raise NotFoundError(_explain_absence(access, submitted))
     clear_stop(access.run)
