@@ -16,6 +16,7 @@ from sunspot.run import Run
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.api import connect
 from sunspot.submitter.cluster.waiting import Reconciler
+from sunspot.submitter.manifest.pods import set_variable
 from tests.harness.commands import Command
 from tests.harness.kubernetes import FakeCluster, answer, kept, rayjob, submitted
 from tests.harness.runs import set_status
@@ -97,6 +98,21 @@ def test_a_rayjob_is_annotated_with_the_state_of_its_run(
     assert annotations(cluster, "run-1")["sunspot/state"] == "succeeded"
     assert shown == [("run", "pending"), ("run", "running"), ("run", "succeeded")]
     assert annotations(cluster, "run-0") == {}, "another has taken its place"
+
+
+def test_a_run_that_moves_within_a_namespace_is_shown_as_running(
+    cluster: FakeCluster, run: Run, reconciler: Reconciler, shown: list[tuple[str, str]]
+) -> None:
+    cluster.put_job(rayjob("run-1", created=time.time() - 100))
+    cluster.set_status("run-1", "Running", "RUNNING")
+    coming = rayjob("run-2")
+    set_variable(coming, "SUNSPOT_MOVES_FROM", "run-1")
+    cluster.put_job(coming)
+    set_status(run, RunState.RUNNING, step=7, **SAVED)
+    reconciler.reconcile()
+    assert shown == [("run", "running")]
+    assert annotations(cluster, "run-1")["sunspot/state"] == "running"
+    assert annotations(cluster, "run-2") == {}, "it does not train yet"
 
 
 def test_a_restart_by_gitops_does_not_delay_other_runs(

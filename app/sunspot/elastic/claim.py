@@ -8,7 +8,7 @@ import functools
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
 import ray
@@ -62,6 +62,7 @@ from sunspot.run.handover import take_over_from
 from sunspot.run.history import read_journal
 from sunspot.run.identity import refuse_other_settings
 from sunspot.run.incidents import Receipt, read_receipts
+from sunspot.run.last_step import find_last_step
 from sunspot.run.status import Status, read_status
 from sunspot.settings import PREFIX, Settings, accepts
 from sunspot.storage.base import Entry
@@ -111,6 +112,21 @@ class PastRecords:
     "The status that this driver has written."
     other: Status | None = None
     "The previous job's status at the time of the claim."
+    last_step: int = 0
+    "The last step that storage proves to have been taken by the attempt of the newest receipt or a later attempt."
+
+    @property
+    def since(self) -> int:
+        """The attempt of the newest receipt, or 0 if there is no receipt."""
+        return max((receipt.attempt for receipt in self.receipts), default=0)
+
+    def knows_end_of(self, attempt: Attempt) -> bool:
+        """Return True if the last step of an earlier attempt is known exactly.
+
+        This is the case if one of its processes has left a heartbeat, or if a status says that it ended with a save.
+        """
+        saved = [status.attempt for status in (self.status, self.other) if status and status.saved]
+        return any(number >= attempt.number for number in (*saved, *(number for number, _, _ in self.heartbeats)))
 
 
 @dataclass(frozen=True)
@@ -369,7 +385,10 @@ def choose_start(
         status=read_status(run, attempt.driver),
         other=read_status(run, other_than=attempt.driver),
     )
-    return StartPoint(chosen, attempts_with_start(before), checkpoint, copy, nodes=nodes_in(inventories), past=past)
+    started = attempts_with_start(before)
+    last_step = find_last_step(run, [earlier for earlier in started if earlier.number >= past.since])
+    past = replace(past, last_step=last_step)
+    return StartPoint(chosen, started, checkpoint, copy, nodes=nodes_in(inventories), past=past)
 
 
 def heartbeats_in(inventories: Sequence[NodeInventory]) -> list[tuple[int, int, float]]:

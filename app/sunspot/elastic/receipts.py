@@ -12,7 +12,7 @@ from sunspot.elastic.claim import StartPoint
 from sunspot.elastic.failures import describe_failure_in_line
 from sunspot.elastic.messages import Incident, RankError
 from sunspot.elastic.restore import TrainingState
-from sunspot.run.attempts import Attempt
+from sunspot.run.attempts import IN_PLACE, Attempt
 from sunspot.run.cost import cost_of_loss
 from sunspot.run.incidents import Cause, Receipt, worker_seconds
 from sunspot.run.overview import LOST_AFTER_S
@@ -37,7 +37,7 @@ def make_receipt(
     `incident` is the incident that ended the previous group (`ControlChannel.begin_group`).
     """
     attempt, before = start.attempt, start.before
-    since = max((receipt.attempt for receipt in start.past.receipts), default=0)
+    since = start.past.since
     interrupted = [earlier for earlier in before if earlier.number >= since] or before
     last_steps = [step for number, step, _ in start.past.heartbeats if number >= since and before]
     left = state.taken if state.taken is not None else (interrupted[0].time if interrupted else attempt.time)
@@ -58,7 +58,8 @@ def make_receipt(
         first_step=first_step,
         left=left,
         step=attempt.step,
-        last_step=max(attempt.step, incident.last_step, *last_steps),
+        last_step=max(attempt.step, incident.last_step, start.past.last_step, *last_steps),
+        at_least=bool(before) and state.tier != IN_PLACE and not start.past.knows_end_of(before[-1]),
         tier=state.tier,
         world_before=world_before,
         world_after=attempt.metadata.world_size,
@@ -91,7 +92,8 @@ def first_incident(start: StartPoint) -> Incident:
         return Incident()
     if other is None:
         return Incident(Cause.DRIVER_LOST, "the previous driver wrote no status")
-    step = max(other.step, start.attempt.step)  # its last status may be older than its last checkpoint
+    # Its last status may be older than its last checkpoint and the last step that it has taken.
+    step = max(other.step, start.attempt.step, start.past.last_step)
     if other.state.terminal:
         ended = f"the previous driver ended at step {step}: {other.state}"
         return Incident(Cause.RESUMED, ended, paused_since=other.time, last_step=step)

@@ -48,7 +48,10 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.marked = False
-        "True if the marker of `sunspot stop` was found. Later drivers of the run then do not train, either."
+        """True if the marker of `sunspot stop` was found, or if the run moves. Later drivers of this owner then do not
+        train, either."""
+        self.moves_to = ""
+        "The owner that takes the run over, or an empty string unless the run moves."
         self.signal: signal.Signals | None = None
         """The signal (SIGINT, SIGTERM or SIGHUP) that the process received. A later driver then resumes the run."""
 
@@ -69,6 +72,14 @@ class StopRequest:
     def note_marker(self) -> None:
         """Record that another process has found the run's stop marker."""
         self.marked = True
+
+    def note_move(self, to: str) -> None:
+        """Record that the owner `to` waits until this process has saved and ended."""
+        self.marked, self.moves_to = True, to
+
+    def cancel_move(self, run: Run) -> None:
+        """Withdraw the request of `note_move`. The run can then still have another request to stop."""
+        self.marked, self.moves_to = stop_requested(run), ""
 
     def raise_signal(self, kept: str, job: str) -> None:
         """Stop this process with an error if it received a signal. Call this once everything is saved.

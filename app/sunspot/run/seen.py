@@ -294,8 +294,13 @@ class RunDetails(RunSeen):
 
     @property
     def steps_replayed(self) -> int:
-        """The number of optimizer steps repeated because of incidents."""
+        """The number of optimizer steps that are known to have been repeated because of incidents."""
         return sum(receipt.replayed for receipt in self.incidents)
+
+    @property
+    def replayed_at_least(self) -> bool:
+        """True if more than `steps_replayed` steps may have been repeated."""
+        return any(receipt.at_least for receipt in self.incidents)
 
     @property
     def restarts(self) -> int:

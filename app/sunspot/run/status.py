@@ -129,6 +129,8 @@ class Status:
     "The name of the newest committed checkpoint."
     checkpoint_time: Timestamp | None = None
     "The time at which `checkpoint` was committed, in seconds since the epoch."
+    saved: bool = False
+    "True if the workers of `attempt` have ended after their last step was committed."
     loss: float | None = None
     "The mean loss over the last training rows, as in checkpoints (`RECENT_ROWS`)."
     test_loss: float | None = None

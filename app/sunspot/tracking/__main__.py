@@ -77,8 +77,7 @@ def _follow(delivery: Delivery, outage: Outage, every_s: float) -> None:
         try:
             status = read_status(delivery.run)
             newest = status and (status.attempt, status.checkpoint, outage.tries)
-            if newest != delivered:
-                delivery.deliver()
+            if newest != delivered and delivery.deliver():
                 delivered = status and (status.attempt, status.checkpoint, 0)
                 outage.end()
         except TrackingError as error:

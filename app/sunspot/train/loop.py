@@ -60,6 +60,8 @@ def train_in_group(config: WorkerConfig, survivor: Survivor | None = None) -> No
                 train(worker)
                 with worker.watchdog.paused():
                     worker.checkpoints.close(finished=True)
+                if worker.reporter:
+                    worker.reporter.saved_last_step()
             except GroupRestartError:
                 raise
             except Exception as error:

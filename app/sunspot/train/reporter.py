@@ -213,6 +213,11 @@ class Reporter:
         if self._checkpoints.drain(time_left_s) and self._checkpoints.newest:
             committed = Incident(committed=self._checkpoints.newest.time)
             self._control.send(ControlChannel.add_incident_facts, committed)
+            self.saved_last_step()
+
+    def saved_last_step(self) -> None:
+        """Record that the group ends, and that its last step is committed. The last `publish` writes this."""
+        self._status = replace(self._status, saved=True)
 
     def publish(self) -> None:
         """Write the newest metrics and the status to storage.
@@ -384,6 +389,7 @@ def first_status(start: StartPoint, plan: Plan, why: Incident | None = None) -> 
         scalable=str(plan.settings.num_workers) if plan.outlives and plan.settings.num_workers.elastic else "",
         step=attempt.step,
         heartbeat=None,
+        saved=False,
         checkpoint=start.checkpoint.name if start.checkpoint else before.checkpoint,
         total_steps=plan.total_steps,
         steps_per_epoch=plan.steps.per_epoch,

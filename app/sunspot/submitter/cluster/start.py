@@ -169,9 +169,9 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, t
     state, reason = snapshot.state() if snapshot.known else (RunState.LOST, "")
     status = snapshot.storage.status
     stop_wanted = snapshot.storage.summary.stop_requested
-    # During a move, attach only to a RayJob that asks the driver that trains now to save and end.
-    attaches = not moves_from or settings_of(job.raw).get(MOVES_FROM) == moves_from if job else False
-    if job and attaches and not state.terminal and not elsewhere:
+    # During a move, attach only to a live RayJob that asks the driver that trains now to save and end.
+    moves_too = job is not None and job.live and settings_of(job.raw).get(MOVES_FROM) == moves_from
+    if job and (moves_too or not moves_from) and not state.terminal and not elsewhere:
         if stop_wanted and not dry_run:
             clear_stop(run)
         return submission("attached", "the stop marker is cleared" if stop_wanted else f"{state}: {reason}")
@@ -221,10 +221,11 @@ def place_of(manifest: Mapping[str, Any]) -> str:
     return Owner.parse(settings_of(manifest).get(JOB_ID, "")).place
 
 
-def resume_run(access: RunAccess, snapshot: RunSnapshot) -> Submission | None:
+def resume_run(access: RunAccess, snapshot: RunSnapshot, take_over: bool = False) -> Submission | None:
     """Clear the stop marker, and apply the run's RayJob again as `sunspot submit` applied it.
 
     Returns None if the run was not started by `sunspot submit` and must be restarted by other means. Raises
+    `ConflictError` if the run is alive elsewhere and `take_over` is False. Raises
     `NotFoundError` if the submitted RayJob is not in this namespace, and `ClusterError` if the cluster does not answer.
     """
     job, submitted = snapshot.job, newest_submission(access.run)
@@ -233,7 +234,7 @@ def resume_run(access: RunAccess, snapshot: RunSnapshot) -> Submission | None:
     manifest = applied_manifest(job, access.run.name) if job and not job.gitops_tool else None
     if manifest:
         arguments = submitted.arguments if submitted else ()
-        return start_job(access, PreparedJob(as_submission(manifest), arguments))
+        return start_job(access, PreparedJob(as_submission(manifest), arguments), take_over=take_over)
     if submitted and (not job or (submitted.job == job.name and not job.gitops_tool)):
         raise NotFoundError(_explain_absence(access, submitted))
     clear_stop(access.run)

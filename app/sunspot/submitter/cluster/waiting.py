@@ -33,7 +33,7 @@ from sunspot.submitter.cluster.observation import (
 )
 from sunspot.submitter.cluster.progress_lines import ProgressLines
 from sunspot.submitter.cluster.start import Submission
-from sunspot.submitter.cluster.state import HEAD_GIVEN_UP, NO_ANSWER, ClusterSeen
+from sunspot.submitter.cluster.state import HEAD_GIVEN_UP, NO_ANSWER, ClusterSeen, without_next_job
 from sunspot.submitter.cluster.stopping import POLL_EVERY_S
 from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.manifest.pods import RUN_LABEL
@@ -262,16 +262,19 @@ class Reconciler:
         if trouble and not self._mover:
             return
         jobs = self._jobs
-        newest = {job.raw["metadata"]["labels"][RUN_LABEL]: job for job in reversed(jobs)}
-        map_parallel(lambda each: self._attend(*each), newest.items())
+        by_run: dict[str, list[JobView]] = {}
+        for job in jobs:
+            by_run.setdefault(job.raw["metadata"]["labels"][RUN_LABEL], []).append(job)
+        map_parallel(lambda each: self._attend(*each), by_run.items())
 
-    def _attend(self, name: str, job: JobView) -> None:
-        """Check one run. An error is printed once and does not affect other runs."""
+    def _attend(self, name: str, jobs: list[JobView]) -> None:
+        """Check one run, given its RayJobs, newest first. An error is printed once and does not affect other runs."""
+        job = jobs[0]
         if job.uid in self._done:
             return
         try:
             access, restarts = self._reach(name, job)
-            snapshot = RunSnapshot(ClusterSeen((job,)), look(access.run))
+            snapshot = RunSnapshot(ClusterSeen(tuple(jobs)), look(access.run))
             if self._mover:
                 self._mover.attend(access, snapshot)
             state, reason = snapshot.state()
@@ -284,8 +287,9 @@ class Reconciler:
                 return
             self._show_once(name, state, reason if state.terminal else "")
             notes = annotations(state, snapshot.storage.status)
-            if not notes.items() <= (job.raw["metadata"].get("annotations") or {}).items():
-                self._cluster.annotate(job, notes)
+            training = without_next_job(snapshot.cluster, snapshot.storage).job
+            if training and not notes.items() <= (training.raw["metadata"].get("annotations") or {}).items():
+                self._cluster.annotate(training, notes)
             status = snapshot.storage.status
             if job.terminal and not (self._mover and status and left_for_move(status)):
                 self._done.add(job.uid)
