@@ -36,8 +36,8 @@ from sunspot.run.attempts import Attempt
 from sunspot.run.identity import Rows, record_identity
 from sunspot.settings import IDENTITY, Settings
 from sunspot.tasks import load_task
-from sunspot.train.build import build_model, build_optimizer, load_rest
-from sunspot.train.learner import Learner
+from sunspot.train.build import build_model, build_optimizer
+from sunspot.train.learner import Learner, load_rest
 from sunspot.train.learning_rates import LearningRates
 from sunspot.train.loop import train
 from sunspot.train.worker import GroupStart, Worker

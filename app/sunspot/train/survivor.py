@@ -24,8 +24,10 @@ import torch.distributed as dist
 
 from sunspot.background import Background
 from sunspot.checkpoint import CheckpointCommitter, NodeMemory
-from sunspot.elastic.claim import process_name
-from sunspot.elastic.copies import LiveState, SurvivingState
+from sunspot.checkpoint.files import load_weights
+from sunspot.elastic.claim import StartPoint, process_name
+from sunspot.elastic.control import ControlChannel, ControlClient
+from sunspot.elastic.copies import LiveState
 from sunspot.elastic.member_connections import MACHINE_LIMIT_S
 from sunspot.elastic.membership import Generation, Member
 from sunspot.elastic.membership_channel import (
@@ -36,17 +38,18 @@ from sunspot.elastic.membership_channel import (
     RegroupError,
 )
 from sunspot.elastic.restore import StateMetadata, TrainingState, hand_over
-from sunspot.elastic.watchdog import FIRST_STEP_S, ended_after
+from sunspot.elastic.watchdog import FIRST_STEP_S, Watchdog, ended_after
 from sunspot.errors import SupersededError, find_in, shorten
 from sunspot.formatting import plural
 from sunspot.observe.metrics import MetricWindow
-from sunspot.parallel.collectives import WorkerPlace
+from sunspot.parallel.collectives import WorkerPlace, same_parameters
 from sunspot.parallel.process_group import FORM_LIMIT_S, NCCL_LIMIT_S, ProcessGroups
 from sunspot.parallel.replica_groups import ReplicaGroups
+from sunspot.parallel.sharding import shard_model_state
 from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.run.attempts import Attempt, checkpoint_name, step_of
 from sunspot.run.failures import LOST_PEER
-from sunspot.train.learner import Learner
+from sunspot.train.learner import Learner, load_rest
 from sunspot.train.worker import Worker, close_outputs
 
 CLOSED_WITHIN_S = 3.0
@@ -183,18 +186,6 @@ class Survivor:
         self._memory = self._memory or NodeMemory(location, warns=first)
         return self._memory
 
-    def align(self, live: bool, build: Callable[[], Learner], shard: int = 0) -> None:
-        """Make sure that either all members of a group have a learner, or none of them does.
-
-        If the group continues a `live` state, members keep their learners. A member without a learner builds one
-        alone, and so does a member whose `shard` has changed (hsdp). If the group loads a saved state instead, all
-        members free their learners, and build new ones together later.
-        """
-        if self.learner and not (live and self.learner.place.shard == shard):
-            self.forget()
-        if live:
-            self.prepare(build)
-
     def forget(self) -> None:
         """Free this process's learner, metrics and state."""
         self.learner = self.window = self.kept = None
@@ -286,20 +277,57 @@ class Survivor:
         """Return True if the members should form another group after the current step."""
         return self._client.changing
 
-    def hand_over(self, place: WorkerPlace, holders: SurvivingState, total_steps: int) -> TrainingState:
-        """Return the state to continue from, which its `holders` send. All workers of the group call this together."""
-        saved = self.learner.saved() if self.learner and self.kept else None
-        return hand_over(place, holders, saved, self.kept[1] if self.kept else None, total_steps)
+    def continue_from(
+        self,
+        place: WorkerPlace,
+        start: StartPoint,
+        build: Callable[[], Learner],
+        watchdog: Watchdog,
+        control: ControlClient,
+    ) -> TrainingState:
+        """Bring this process to the live state of `start`, and return this state. All workers call this together.
 
-    @contextmanager
-    def replacing_state(self, attempt: Attempt, state: TrainingState) -> Iterator[None]:
-        """Context manager for loading the received state.
+        A process without a learner, such as a replacement, builds one with `build`, and so does a process whose shard
+        has changed (hsdp). Afterwards, all workers have a learner. A process that lacks the newest state receives it
+        from another process. The result contains tensors only on such a process.
 
-        After the state has been loaded, it is kept in case the group ends before its first step.
+        Raises `RegroupError` on all workers if their parameters differ then. In this case, no worker keeps its state,
+        so the next group returns to the newest copy.
+        """
+        assert start.live
+        with watchdog.paused():
+            if self.learner and self.learner.place.shard != place.shard:
+                self.forget()
+            self.prepare(build)
+        learner = self.learner
+        assert learner
+        saved, metadata = (learner.saved(), self.kept[1]) if self.kept else (None, None)
+        state = hand_over(place, start.live, saved, metadata, learner.plan.total_steps)
+        with watchdog.paused():
+            learner.move(place)
+            if state.model is not None:
+                self._load(learner, start.attempt, state)
+        if not same_parameters(learner.model, place):
+            if place.rank == 0:
+                text = (
+                    "the workers' parameters differ, which happens with processors of different kinds; "
+                    "all workers return to the newest copy"
+                )
+                control.send(ControlChannel.log, f"step {start.attempt.step}: {text}")
+            self.forget()
+            raise RegroupError
+        return state
+
+    def _load(self, learner: Learner, attempt: Attempt, state: TrainingState) -> None:
+        """Load a state that was received from another process. Until it is loaded, this process has no usable state.
+
+        Afterwards, the state is kept, in case the group ends before its first step.
         """
         assert state.taken is not None
         self.kept = None
-        yield
+        weights = shard_model_state(learner.model, state.model)
+        load_weights(learner.model, weights, str(attempt.starts_from))
+        load_rest(state, learner.model, learner.optimizer)
         name = checkpoint_name(attempt.step, attempt.number, attempt.nonce)
         self.kept = LiveState(name, state.evaluated), StateMetadata(state.metrics, state.taken, state.ledger)
 
