@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -49,7 +50,9 @@ def on_device(device: str, address: MembershipAddress, limit_s: float) -> Surviv
 def continue_in_place(survivor: Survivor, attempt: Attempt, place: WorkerPlace | None = None) -> None:
     """Let a process continue from the live state that `attempt` starts from."""
     start = StartPoint(attempt, live=SurvivingState(FURTHEST.checkpoint, True, (0,)))
-    survivor.continue_from(place or WorkerPlace(), start, MagicMock, Mock(paused=nullcontext), LocalControl())
+    place = place or WorkerPlace()
+    build = partial(MagicMock, place=place)
+    survivor.continue_from(place, start, build, Mock(paused=nullcontext), LocalControl())
 
 
 @pytest.fixture
@@ -183,6 +186,16 @@ def test_members_with_the_state_share_the_work_of_sending_it(tmp_path: Path) -> 
         return state.model and float(state.model["weight"].mean())
 
     assert in_processes(tmp_path, 4, act) == [3.0, None, 1.0, None]
+
+
+def test_a_process_that_received_a_shard_does_not_offer_the_whole_state(received: TrainingState) -> None:
+    """Otherwise, a group that has lost all other shards would train with this shard in their place."""
+    survivor = on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0)
+    place = WorkerPlace(rank=3, world_size=4, replicas=Mock(degree=2))
+    survivor.prepare(lambda: MagicMock(place=place))
+    continue_in_place(survivor, Attempt(3, "job", FURTHEST.checkpoint, 5), place)
+    assert survivor.kept
+    assert survivor.kept[0][2:] == (1, 2)
 
 
 def test_all_members_of_a_group_that_continues_in_place_have_a_model(received: TrainingState) -> None:

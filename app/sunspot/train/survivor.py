@@ -329,7 +329,8 @@ class Survivor:
         load_weights(learner.model, weights, str(attempt.starts_from))
         load_rest(state, learner.model, learner.optimizer)
         name = checkpoint_name(attempt.step, attempt.number, attempt.nonce)
-        self.kept = LiveState(name, state.evaluated), StateMetadata(state.metrics, state.taken, state.ledger)
+        live = LiveState(name, state.evaluated, learner.place.shard, learner.place.shards)
+        self.kept = live, StateMetadata(state.metrics, state.taken, state.ledger)
 
     def begin(self, worker: Worker) -> None:
         """Record that this process begins to train with `worker`."""
