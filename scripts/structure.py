@@ -32,7 +32,7 @@ BUDGETS = {
     "baseline": 90,
     "checkpoint": 2580,
     "data": 4070,
-    "elastic": 2890,
+    "elastic": 2910,
     "machine": 250,
     "observe": 480,
     "parallel": 990,
