@@ -35,7 +35,7 @@ BUDGETS = {
     "elastic": 2910,
     "machine": 250,
     "observe": 480,
-    "parallel": 990,
+    "parallel": 1000,
     "places": 140,
     "predict": 840,
     "ray_internals": 440,

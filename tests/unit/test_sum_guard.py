@@ -275,7 +275,7 @@ def test_the_guard_learns_of_an_abort_before_a_connection_is_closed() -> None:
             self.connected = bool(ours.send(b"x"))
 
     groups = ProcessGroups(CPU, 1.0)
-    with groups.forming():
+    with groups.forming(lambda: False):
         listening = socket.create_server(("127.0.0.1", 0))
         ours = socket.create_connection(listening.getsockname())
     groups.sums = guard = Watching()

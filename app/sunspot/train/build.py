@@ -126,7 +126,7 @@ def build_worker(setup: WorkerSetup, state: TrainingState, phases: Phases) -> Wo
                 for line in describe_rates(learner):
                     setup.control.send(ControlChannel.log, f"  {line}")
     # Under fsdp, the checkpoint manager forms a process group of its own.
-    with survivor.forming() if survivor and is_fsdp(learner.model) else nullcontext():
+    with survivor.groups.forming(survivor.is_closed) if survivor and is_fsdp(learner.model) else nullcontext():
         checkpoints = CheckpointManager(
             setup.run,
             attempt,

@@ -10,9 +10,9 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, Self
@@ -22,7 +22,6 @@ import ray.train.torch
 import torch
 import torch.distributed as dist
 
-from sunspot.background import Background
 from sunspot.checkpoint import CheckpointCommitter, NodeMemory
 from sunspot.checkpoint.files import load_weights
 from sunspot.elastic.claim import StartPoint, process_name
@@ -58,9 +57,6 @@ CLOSED_WITHIN_S = 3.0
 OUTPUTS_S = 1.0
 """Maximum number of seconds that a new group waits for storage to take the logs and metrics of the previous group."""
 
-CHECK_EVERY_S = 0.1
-"""Seconds between two checks for a lost member while a group forms."""
-
 GROUP_TRIES = 3
 """Number of consecutive groups without a step after which a process stops trying."""
 
@@ -83,11 +79,11 @@ class Survivor:
         self._address = address
         self._device = ray.train.torch.get_device()
         self.replicas = replicas
-        self._groups = ProcessGroups(self._device, limit_s, (address.host, address.port), replicas)
+        self.groups = ProcessGroups(self._device, limit_s, (address.host, address.port), replicas)
         context = ray.get_runtime_context()
         name = f"{context.get_actor_id()}-{process_name()}"  # `replace_lost_alone` looks for the actor id
         member = Member(name, context.get_node_id(), host=socket.gethostname())
-        self._client = MembershipClient(address, member, self._groups.break_collectives)
+        self._client = MembershipClient(address, member, self.groups.break_collectives)
         self._worker: Worker | None = None
         self._trained = False
         "True once this process has trained in a group."
@@ -207,7 +203,7 @@ class Survivor:
         while True:
             step = step_of(self.kept[0].checkpoint) if self.kept else None
             with ended_after(FORM_LIMIT_S + STUCK_AFTER_S, "it left its group"):
-                self._groups.discard()
+                self.groups.discard()
             if len(self._failed_groups) >= GROUP_TRIES:
                 groups = plural(len(self._failed_groups), "group")
                 raise NoGroupError(f"{groups} in a row took no step: {self._failed_groups[-1]}")
@@ -226,7 +222,7 @@ class Survivor:
                     self._note_unformed(generation, took_s, error)
                 continue
             nodes = [member.node for member in generation.members]
-            return WorkerPlace(group, rank, len(nodes), self._device, nodes, self._groups.sums, self.replicas)
+            return WorkerPlace(group, rank, len(nodes), self._device, nodes, self.groups.sums, self.replicas)
 
     def _wait_outside(self) -> None:
         """Free this process's learner and state, because it does not train again until more workers are wanted."""
@@ -236,8 +232,9 @@ class Survivor:
     def _form(self, generation: Generation, rank: int) -> dist.ProcessGroup:
         size = len(generation.members)
         limit_s = FORM_LIMIT_S + (NCCL_LIMIT_S if self._device.type == "cuda" else 0)
-        with ended_after(limit_s + STUCK_AFTER_S, f"a group of {size} formed"), self.forming():
-            return self._groups.form(partial(self._open_store, generation.number), rank, size, FORM_LIMIT_S)
+        until = f"a group of {size} formed"
+        with ended_after(limit_s + STUCK_AFTER_S, until), self.groups.forming(self.is_closed):
+            return self.groups.form(partial(self._open_store, generation.number), rank, size, FORM_LIMIT_S)
 
     def _note_unformed(self, generation: Generation, after_s: float, error: RuntimeError) -> None:
         """Record that a group did not form, although no member is known to be lost."""
@@ -251,23 +248,12 @@ class Survivor:
         if self.replaces:
             raise NoGroupError(why) from error
 
-    @contextmanager
-    def forming(self) -> Iterator[None]:
-        """Context manager for forming process groups. They are aborted as soon as their generation is closed."""
-        # The process may hear of a loss before it has a socket to close, so this checks again and again.
-        with self._groups.forming(), Background(CHECK_EVERY_S, self._break_if_closed):
-            yield
-
     def _open_store(self, generation: int) -> Any:
         """Open the store in which the members of a generation find each other."""
         host, port = self._address.host, self._address.store_port
         limit = timedelta(seconds=FORM_LIMIT_S)
         store = dist.TCPStore(host, port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
         return dist.PrefixStore(str(generation), store)  # type: ignore[attr-defined]
-
-    def _break_if_closed(self) -> None:
-        if self._client.closed(0.0) or self._groups.overdue:
-            self._groups.break_collectives()
 
     def is_closed(self) -> bool:
         """Return True if the group has ended, even if this worker was alone in it and no collective fails."""
