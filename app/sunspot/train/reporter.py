@@ -140,7 +140,7 @@ class Reporter:
         self._heartbeat = time.time()
 
     def took_step(self, step: int, window: MetricWindow, epoch_ends: bool) -> None:
-        """Show the newest step about once a second. The first step also closes the previous group's incident."""
+        """Show the newest step that counts about once a second. The first step closes the previous group's incident."""
         self.heartbeat()
         self._warn_of_notice()
         if step >= self._status.total_steps:
