@@ -169,9 +169,16 @@ class ControlChannel:
         self._counts, self._lost_on = counts, []
         self._unjudged_replacements -= replacements
 
-    def add_loss(self, node: str, incident: Incident) -> None:
-        """Record that a process was lost on a node, and that the other workers keep training."""
-        self.log(f"lost {incident.detail}; the other workers keep training")
+    def add_loss(self, node: str, incident: Incident, others_train: bool) -> None:
+        """Record that a process was lost on a node. `others_train` is False if no other worker of its group is left.
+
+        The driver calls this, and rank 0 of the next group calls `begin_group`. Ray does not order the calls of two
+        processes, but a group takes much longer to form than this call. If this call came later anyway, the receipt
+        of the loss would show neither its time nor the lost rank, and the next receipt would show them instead.
+        """
+        self.log(
+            f"lost {incident.detail}; {'the other workers keep training' if others_train else 'no worker is left'}"
+        )
         self._lost_on.append(node)
         self.add_incident_facts(incident)
 

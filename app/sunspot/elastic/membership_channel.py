@@ -239,7 +239,9 @@ class MembershipServer:
         cause, detail = Cause.WORKER_LOST, f"rank {rank} on {member.display_name}"
         if isinstance(error, OSError) and error.errno in MACHINE_ERRORS:
             cause, detail = Cause.NODE_LOST, f"{member.display_name} (rank {rank})"
-        self._control.send(ControlChannel.add_loss, member.node, Incident(cause, detail, time.time()))
+        others_train = any(uid in self._connections for uid in self._membership.generation.ranks)
+        incident = Incident(cause, detail, time.time())
+        self._control.send(ControlChannel.add_loss, member.node, incident, others_train=others_train)
 
     def _decide(self) -> None:
         """Send the messages that end a group, announce a change after the current step, or form the next group."""
