@@ -138,7 +138,7 @@ class ControlChannel:
         """Queue a line to be printed on the terminal."""
         self._lines.append(line)
 
-    # --------------------------------------------------------------------------------- called by Ray's controller
+    # ------------------------------------------------ about losses and ends: called by Ray's controller and others
 
     def group_end(self) -> GroupEnd:
         """Return the known facts about the end of the newest group."""
@@ -194,7 +194,7 @@ class ControlChannel:
         """Forget the newest group, which has ended, so that later changes to its nodes cause no event."""
         self._group = None
 
-    # ------------------------------------------------------------------------------------------- called by the driver
+    # ------------------------------------------------------------ called by the driver, and some also by the workers
 
     def request_stop(self) -> None:
         """Ask the current worker group and all later ones to stop."""

@@ -337,7 +337,8 @@ class MembershipClient:
         self._newest_closed = 0
         "Number of the newest generation that is known to be closed."
         self._closed = threading.Event()
-        "Set while this process is in no open generation."
+        """Set while this process is in no open generation. Unset until the first call of `join_next`, so that an error
+        before it ends the process (`Survivor.outlives`)."""
         self._newest_change = 0
         "Number of the newest generation that was told to change after a step."
 
@@ -492,7 +493,10 @@ class MembershipClient:
             link.connection.close()
 
     def _drop(self, link: Link) -> None:
-        """Drop a broken link, and end the generation, because the server presumes this process lost."""
+        """Drop a broken link, and end the generation.
+
+        The server presumes this process lost, or will do so soon, unless the driver itself is gone.
+        """
         if self._link is link:
             self._link = None
             link.connection.end()

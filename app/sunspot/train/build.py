@@ -96,7 +96,8 @@ class WorkerSetup:
 def build_worker(setup: WorkerSetup, state: TrainingState, phases: Phases) -> Worker:
     """Build the worker from the `state` that its group starts from. All workers of the group call this together.
 
-    A survivor has loaded the state already. Any other process builds its learner here, and loads the state into it.
+    If the state is live, `Survivor.continue_from` has loaded it already. Otherwise, this builds the learner, and loads
+    the state into it.
     `phases` holds the end time of each completed phase of the group's start.
     """
     plan = setup.plan

@@ -1,8 +1,8 @@
 """A worker process that outlives its group, and keeps its model, optimizer and rows for the next group.
 
-Ray Train would end all workers when one is lost. Instead, the other workers abort their step, form a group without the
-lost worker, and take the step again. elastic/membership.py decides which workers are members. Only the lost process is
-replaced, and its replacement warms up while the others train.
+Ray Train would end all workers when one is lost. Instead, the other workers form a group without the lost worker, and
+take the step again unless they had completed it. elastic/membership.py decides which workers are members. Only the lost
+process is replaced, and its replacement warms up while the others train.
 """
 
 import gc
@@ -101,7 +101,7 @@ class Survivor:
         self.committer: CheckpointCommitter | None = None
         "The committer that began this process's newest commit, which may still be running."
         self.kept: tuple[LiveState, StateMetadata] | None = None
-        "Name and position of the complete state that this process has, or None if it has none."
+        "Name of the complete state that this process has, and everything else but its tensors. None without a state."
 
     def __enter__(self) -> Self:
         self.others_train = self._client.connect()
