@@ -42,9 +42,10 @@ CLOSED_WITHIN_S for the message of step 2.
                                           group, and joins the next one
  4. train.survivor.Survivor               decides whether the error has ended only the group (`outlives`), and keeps the
                                           state for the next group (`abandon_group`)
- 5. train.undo.StepGuard                  decides whether the abandoned step counts. It counts if `Worker.finish_step`
+ 5. train.step_guard.StepGuard            decides whether the abandoned step counts. It counts if `Worker.finish_step`
                                           has accepted it, unless the GPU has cancelled it because its sums were
-                                          aborted. Otherwise, `StepUndo` restores the state from before the step
+                                          aborted. Otherwise, train.undo.StepUndo restores the state from before
+                                          the step
  6. train.joining.Joining                 makes the process a worker of the next group. Its methods `form`, `claim` and
                                           `build` lead to steps 7, 8 and 9
  7. membership.Membership                 forms the group (`decide`) once all living members have asked to join it. They

@@ -17,8 +17,9 @@ The modules are used in this order:
 7. `worker.Worker` ends each step (`finish_step`). It then saves, evaluates, reports, stops or restarts if needed.
    `Worker.wait_before_change` keeps parameters unchanged until the copy of the previous state is complete.
 8. If a worker is lost, the other workers continue in the next group (`loop.train_in_groups`). `Survivor.abandon_group`
-   keeps their state, and `undo.StepGuard` undoes the interrupted step. `sunspot.elastic` describes how a group handles
-   a loss. `replacement.end_replacement` ends a replacement that cannot train.
+   keeps their state, `step_guard.StepGuard` decides whether the interrupted step counts, and `undo.StepUndo` undoes it
+   otherwise. `sunspot.elastic` describes how a group handles a loss. `replacement.end_replacement` ends a replacement
+   that cannot train.
 
 One step, from its rows to the beginning of the next step
 ---------------------------------------------------------
@@ -39,8 +40,8 @@ One step, from its rows to the beginning of the next step
  9. checkpoint.CheckpointManager.save  begins to copy the state if a copy or a checkpoint is due
 
 If a worker is lost in steps 2 to 8, a collective raises an error on the other workers, or `Worker` raises RegroupError.
-On GPUs, it is mostly `undo.StepGuard` that raises it. While the next group starts, `Survivor.continue_from` can raise
-it. In survivor mode, the step is then handled as follows (`survivor.abandon_step`, `undo.StepGuard`):
+On GPUs, it is mostly `step_guard.StepGuard` that raises it. While the next group starts, `Survivor.continue_from` can
+raise it. In survivor mode, the step is then handled as follows (`survivor.abandon_step`, `step_guard.StepGuard`):
 
 - If the step was complete, it counts. Survivors can differ by this one step; all of them continue with the newer state.
 - If it was not complete, its gradients are discarded, and none of its rows count. The parameters, optimizer states and

@@ -38,7 +38,7 @@ from sunspot.train.learner import Learner
 from sunspot.train.nan_watch import NanWatch
 from sunspot.train.profiler import StepProfiler
 from sunspot.train.reporter import Reporter
-from sunspot.train.undo import StepGuard
+from sunspot.train.step_guard import StepGuard
 
 log = logging.getLogger(__name__)
 
