@@ -109,6 +109,22 @@ def test_building_a_worker_loads_the_state_and_frees_its_memory(
     assert "rank 1 of 2 on cpu" in capsys.readouterr().out
 
 
+def test_a_process_whose_group_loads_a_saved_state_frees_its_model_first(
+    config: WorkerConfig, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All workers build new models together, because a process without a model would wait for the others there."""
+    survivor = survivor_that()
+    freed = list[bool]()
+    monkeypatch.setattr(joining, "load_start", lambda *_: freed.append(survivor.forget.called) or MagicMock())
+    monkeypatch.setattr(joining, "build_worker", lambda *_: MagicMock(reporter=None))
+    setup = MagicMock(survivor=survivor, start=StartPoint(Attempt(3, "me", None, 7)), place=PLACE, run=run)
+    with Joining(config, survivor) as joined:
+        joined._found = MagicMock()
+        joined.build(setup)
+    assert freed == [True]
+    assert not survivor.continue_from.called
+
+
 @pytest.mark.parametrize(
     ("error", "outlived", "raised", "recorded"),
     [

@@ -659,7 +659,7 @@ def test_a_lost_worker_is_identified_by_its_node_in_survivor_mode(control: Contr
 
     assert FailureJudge(control, 3, leave_out, survivor_mode=True)({1: LOST})
     assert asked == [{"a": None}]
-    control.channel.add_loss("a", Incident(Cause.WORKER_LOST, "rank 0 on node a"))
+    control.channel.add_loss("a", Incident(Cause.WORKER_LOST, "rank 0 on node a"), others_train=True)
     control.channel.set_counts(FailureCounts())
     assert not control.channel.group_end().lost_on, "it was asked about"
 

@@ -29,7 +29,9 @@ workers that Ray is about to replace.
 
 A loss in survivor mode, from the last packet of a process to the repeated step
 -------------------------------------------------------------------------------
-These functions and classes take part, in this order:
+These functions and classes take part. On CPUs, step 3 often begins before steps 1 and 2, because the kernel closes the
+connections of a killed process at once, and gloo then raises an error. `Survivor.outlives` therefore waits up to
+CLOSED_WITHIN_S for the message of step 2.
 
  1. membership_channel.MembershipServer   declares the process lost (`declare_lost`), and tells the other members of its
                                           group that this group has ended. A group is also called a generation
@@ -40,20 +42,23 @@ These functions and classes take part, in this order:
                                           group, and joins the next one
  4. train.survivor.Survivor               decides whether the error has ended only the group (`outlives`), and keeps the
                                           state for the next group (`abandon_group`)
- 5. train.undo.StepGuard                  decides whether the abandoned step counts. It counts if `Worker.finish_step`
+ 5. train.step_guard.StepGuard            decides whether the abandoned step counts. It counts if `Worker.finish_step`
                                           has accepted it, unless the GPU has cancelled it because its sums were
-                                          aborted. Otherwise, `StepUndo` restores the state from before the step
+                                          aborted. Otherwise, train.undo.StepUndo restores the state from before
+                                          the step
  6. train.joining.Joining                 makes the process a worker of the next group. Its methods `form`, `claim` and
                                           `build` lead to steps 7, 8 and 9
  7. membership.Membership                 forms the group (`decide`) once all living members have asked to join it. They
                                           ask in `Survivor.form`
  8. claim.agree_on_start                  finds out which ranks have the newest state, and claims an attempt that starts
                                           from it (`claim_in_place`)
- 9. restore.hand_over                     sends that state to the ranks that lack it. `build` then compares all ranks'
-                                          parameters. If they are equal, the loop repeats the step. If they are not,
-                                          all ranks form another group, which returns to the newest copy
+ 9. train.survivor.Survivor               calls restore.hand_over, which sends that state to the ranks that lack it, and
+                                          loads it there (`continue_from`). It then compares all ranks' parameters. If
+                                          they are equal, train.build.build_worker makes the worker, and the loop
+                                          repeats the step. If they are not, all ranks form another group, which returns
+                                          to the newest copy
 
-After the repeated step, receipts.make_receipt records what the loss cost (train.reporter.Reporter.took_step).
+After the repeated step, receipts.OpenIncident makes a receipt of the loss (train.reporter.Reporter.took_step).
 
 If a node is preempted with a notice, a node is sick (sick_nodes.SickNodes), another worker is ready to join, or a user
 wants fewer workers (wanted_workers.WantedWorkers), steps 1 and 2 do not happen. Instead, the membership server asks for
@@ -82,7 +87,7 @@ A restart of the whole group, from the notice to the first step of the new group
 10. Ray Train                             starts a group on ray_internals.nodes.staying_nodes -> train.joining.Joining
 11. claim.agree_on_start                  finds the newest state in memory or storage, and claims an attempt from it
 12. restore.load_start                    loads that state on every rank; train.loop.train_loop takes the first step
-13. receipts.make_receipt                 records what the restart cost (train.reporter.Reporter.took_step)
+13. receipts.OpenIncident                 makes a receipt of the restart (train.reporter.Reporter.took_step)
 
 If the run scales up or moves to better nodes, steps 1 and 2 do not happen, and NodeMonitor finds these nodes in step 3.
 A loss in restart mode begins with step 10. If the head node is preempted, step 4 is

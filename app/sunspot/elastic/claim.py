@@ -155,9 +155,10 @@ def process_name() -> str:
 def agree_on_start(
     claimant: Claimant, settings: Settings, group: dist.ProcessGroup, live: LiveState | None = None
 ) -> tuple[StartPoint | None, LocalState]:
-    """Claim the next attempt, which starts from the newest intact state in storage or on any node.
+    """Claim the next attempt, and choose the state that it starts from.
 
-    All workers call this together. `live` is the state that this process has kept from the previous group. The first
+    A live state wins. Without a live state, the newest intact state in storage or on any node is chosen. All workers
+    call this together. `live` is the state that this process has kept from the previous group. The first
     result is the start point, or None if this job may no longer train the run. The second result is the state that this
     rank found on its node. Raises the same errors as `begin_attempt`.
     """
@@ -256,8 +257,9 @@ def claim_in_place(claimant: Claimant, settings: Settings, inventories: list[Nod
     """Claim the next attempt for workers that continue with their live state.
 
     Returns None if no worker has a usable state, or if the workers may no longer train the run. Raises
-    `SupersededError` if another group has replaced this one. The workers are waiting to repeat a step, so the records
-    for the receipt are read in other threads to save time.
+    `SupersededError` if another group has replaced this one. `begin_attempt` treats this like None, and tries to claim
+    an attempt that starts from a copy or a checkpoint. The workers are waiting to repeat a step, so the records for the
+    receipt are read in other threads to save time.
     """
     if not any(inventory.live for inventory in inventories):
         return None

@@ -138,7 +138,7 @@ class ControlChannel:
         """Queue a line to be printed on the terminal."""
         self._lines.append(line)
 
-    # --------------------------------------------------------------------------------- called by Ray's controller
+    # ------------------------------------------------ about losses and ends: called by Ray's controller and others
 
     def group_end(self) -> GroupEnd:
         """Return the known facts about the end of the newest group."""
@@ -169,9 +169,16 @@ class ControlChannel:
         self._counts, self._lost_on = counts, []
         self._unjudged_replacements -= replacements
 
-    def add_loss(self, node: str, incident: Incident) -> None:
-        """Record that a process was lost on a node, and that the other workers keep training."""
-        self.log(f"lost {incident.detail}; the other workers keep training")
+    def add_loss(self, node: str, incident: Incident, others_train: bool) -> None:
+        """Record that a process was lost on a node. `others_train` is False if no other worker of its group is left.
+
+        The driver calls this, and rank 0 of the next group calls `begin_group`. Ray does not order the calls of two
+        processes, but a group takes much longer to form than this call. If this call came later anyway, the receipt
+        of the loss would show neither its time nor the lost rank, and the next receipt would show them instead.
+        """
+        self.log(
+            f"lost {incident.detail}; {'the other workers keep training' if others_train else 'no worker is left'}"
+        )
         self._lost_on.append(node)
         self.add_incident_facts(incident)
 
@@ -187,7 +194,7 @@ class ControlChannel:
         """Forget the newest group, which has ended, so that later changes to its nodes cause no event."""
         self._group = None
 
-    # ------------------------------------------------------------------------------------------- called by the driver
+    # ------------------------------------------------------------ called by the driver, and some also by the workers
 
     def request_stop(self) -> None:
         """Ask the current worker group and all later ones to stop."""

@@ -239,7 +239,9 @@ class MembershipServer:
         cause, detail = Cause.WORKER_LOST, f"rank {rank} on {member.display_name}"
         if isinstance(error, OSError) and error.errno in MACHINE_ERRORS:
             cause, detail = Cause.NODE_LOST, f"{member.display_name} (rank {rank})"
-        self._control.send(ControlChannel.add_loss, member.node, Incident(cause, detail, time.time()))
+        others_train = any(uid in self._connections for uid in self._membership.generation.ranks)
+        incident = Incident(cause, detail, time.time())
+        self._control.send(ControlChannel.add_loss, member.node, incident, others_train=others_train)
 
     def _decide(self) -> None:
         """Send the messages that end a group, announce a change after the current step, or form the next group."""
@@ -335,7 +337,8 @@ class MembershipClient:
         self._newest_closed = 0
         "Number of the newest generation that is known to be closed."
         self._closed = threading.Event()
-        "Set while this process is in no open generation."
+        """Set while this process is in no open generation. Unset until the first call of `join_next`, so that an error
+        before it ends the process (`Survivor.outlives`)."""
         self._newest_change = 0
         "Number of the newest generation that was told to change after a step."
 
@@ -490,7 +493,10 @@ class MembershipClient:
             link.connection.close()
 
     def _drop(self, link: Link) -> None:
-        """Drop a broken link, and end the generation, because the server presumes this process lost."""
+        """Drop a broken link, and end the generation.
+
+        The server presumes this process lost, or will do so soon, unless the driver itself is gone.
+        """
         if self._link is link:
             self._link = None
             link.connection.end()

@@ -2,7 +2,8 @@
 
 The workers, the membership server, Ray's controller and the driver's supervisor each see a part of an incident. Their
 reports arrive in any order, through control.ControlChannel. The strongest cause wins, or the earliest of equally strong
-causes (`merge`). Any other fact keeps the value that was reported first.
+causes (`merge`). Any other fact keeps the value that was reported first. If a stronger cause replaces a PLANNED one,
+the facts that were reported with the stronger cause come first.
 """
 
 import time

@@ -1,6 +1,7 @@
 """Makes the receipts that record the cost of each restart.
 
-Rank 0 of the new worker group writes the receipt after its first step.
+Rank 0 of the new worker group writes the receipt after its first step, or after the evaluation that the previous group
+did not complete.
 """
 
 import time
@@ -9,8 +10,10 @@ from dataclasses import replace
 from typing import TypedDict
 
 from sunspot.elastic.claim import StartPoint
+from sunspot.elastic.control import ControlChannel, ControlClient
 from sunspot.elastic.failures import describe_failure_in_line
-from sunspot.elastic.messages import Incident, RankError
+from sunspot.elastic.merged_incidents import merge
+from sunspot.elastic.messages import Incident, RankError, WorkerGroup
 from sunspot.elastic.restore import TrainingState
 from sunspot.run.attempts import IN_PLACE, Attempt
 from sunspot.run.cost import cost_of_loss
@@ -29,12 +32,39 @@ class Phases(TypedDict, total=False):
     loaded: float | None
 
 
+class OpenIncident:
+    """The incident that ended the previous group, on rank 0 of the new group until this group has taken a step."""
+
+    def __init__(self, start: StartPoint, state: TrainingState, control: ControlClient, phases: Phases) -> None:
+        """Prepare the receipt of the group that starts from `start`. No tensors of `state` are kept."""
+        self._start = start
+        self._state = replace(state, model=None, optimizer=None)
+        self._control = control
+        self._phases = phases
+        self._incident = Incident()
+
+    def begin(self) -> Incident:
+        """Register the new group with the driver, and return what is known so far about the end of the previous one."""
+        start = self._start
+        hosts = {int(rank): host for rank, host in start.attempt.metadata.nodes.items()}
+        group = WorkerGroup(start.attempt.number, len(start.nodes), start.nodes, hosts)
+        self._incident = self._control.call(ControlChannel.begin_group, group)
+        return self._incident
+
+    def close(self) -> Receipt:
+        """Close the incident, and return its receipt. Call this once the group has taken a step or an evaluation."""
+        later = self._control.call_or_none(ControlChannel.close_incident)
+        if later:  # Ray may report a lack of memory after the group has begun
+            self._incident = merge(self._incident, later)
+        return make_receipt(self._start, self._state, self._incident, time.time(), self._phases)
+
+
 def make_receipt(
     start: StartPoint, state: TrainingState, incident: Incident, first_step: float, phases: Phases | None = None
 ) -> Receipt:
     """Return the receipt of `start.attempt`, whose first step ended at `first_step` (seconds since the epoch).
 
-    `incident` is the incident that ended the previous group (`ControlChannel.begin_group`).
+    `incident` is the incident that ended the previous group, as known after the first step (`OpenIncident.close`).
     """
     attempt, before = start.attempt, start.before
     since = start.past.since

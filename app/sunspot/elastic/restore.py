@@ -40,7 +40,10 @@ SEND_LIMIT_S = 120
 
 @dataclass(frozen=True)
 class TrainingState:
-    """The state from which a worker group continues. In a new run, it contains only INIT_FROM's weights, if any."""
+    """The state from which a worker group continues. In a new run, it contains only INIT_FROM's weights, if any.
+
+    It contains no tensors on a rank that already has them (`hand_over`).
+    """
 
     model: Any = None
     optimizer: Any = None

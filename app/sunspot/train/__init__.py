@@ -10,15 +10,16 @@ The modules are used in this order:
    (`survivor.Survivor`), the loop continues in the next group.
 4. `joining.Joining` makes the process a worker of the run. It forms a group, claims the run together with the group
    (`elastic.claim.agree_on_start`), and builds the worker from the state that the group starts from.
-5. `build.build_worker` builds the `learner.Learner` (model, optimizer and rows), the checkpoint manager, and on rank 0
-   the `reporter.Reporter`.
+5. `build.build_worker` builds the `learner.Learner` (model, optimizer and rows) unless the process has kept it, the
+   checkpoint manager, and on rank 0 the `reporter.Reporter`.
 6. `loop.take_step` takes each step through `run.TrainingRun`. A task can have its own loop instead, and an adapter can
    use the loop of its library (`sunspot.adapters`).
 7. `worker.Worker` ends each step (`finish_step`). It then saves, evaluates, reports, stops or restarts if needed.
    `Worker.wait_before_change` keeps parameters unchanged until the copy of the previous state is complete.
 8. If a worker is lost, the other workers continue in the next group (`loop.train_in_groups`). `Survivor.abandon_group`
-   keeps their state, and `undo.StepGuard` undoes the interrupted step. `sunspot.elastic` describes how a group handles
-   a loss. `replacement.end_replacement` stops a replacement that cannot train.
+   keeps their state, `step_guard.StepGuard` decides whether the interrupted step counts, and `undo.StepUndo` undoes it
+   otherwise. `sunspot.elastic` describes how a group handles a loss. `replacement.end_replacement` stops a replacement
+   that cannot train.
 
 One step, from its rows to the beginning of the next step
 ---------------------------------------------------------
@@ -39,7 +40,8 @@ One step, from its rows to the beginning of the next step
  9. checkpoint.CheckpointManager.save  begins to copy the state if a copy or a checkpoint is due
 
 If a worker is lost in steps 2 to 8, a collective raises an error on the other workers, or `Worker` raises RegroupError.
-In survivor mode, the step is then handled as follows (`survivor.abandon_step`, `undo.StepGuard`):
+On GPUs, it is mostly `step_guard.StepGuard` that raises it. While the next group starts, `Survivor.continue_from` can
+raise it. In survivor mode, the step is then handled as follows (`survivor.abandon_step`, `step_guard.StepGuard`):
 
 - If the step was complete, it counts. Survivors can differ by this one step; all of them continue with the newer state.
 - If it was not complete, its gradients are discarded, and none of its rows count. The parameters, optimizer states and

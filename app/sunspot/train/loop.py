@@ -48,8 +48,9 @@ def train_in_groups(config: WorkerConfig, survivor: Survivor) -> None:
 def train_in_group(config: WorkerConfig, survivor: Survivor | None = None) -> None:
     """Train in one worker group, until the run or the group ends.
 
-    Raises `GroupRestartError` or `RegroupError` if training continues in the next group, and otherwise the error that
-    ended training. If the group has already claimed the run, that error is also recorded in storage.
+    Raises `GroupRestartError` if Ray starts another group. Before the group has claimed the run, this raises the error
+    of `form` or `claim` unchanged, after which training can also continue (`Survivor.outlives`). Later, it raises
+    `RegroupError` if training continues in the next group. Otherwise, it records the error in storage and raises it.
     """
     with Joining(config, survivor) as joining:
         place = joining.form()

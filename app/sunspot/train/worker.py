@@ -38,7 +38,7 @@ from sunspot.train.learner import Learner
 from sunspot.train.nan_watch import NanWatch
 from sunspot.train.profiler import StepProfiler
 from sunspot.train.reporter import Reporter
-from sunspot.train.undo import StepGuard
+from sunspot.train.step_guard import StepGuard
 
 log = logging.getLogger(__name__)
 
@@ -234,12 +234,17 @@ class Worker:
         """
         taken.ended = time.time()
         self.step_guard.accept(partial(self._count, taken))
+        if self._ends_epoch(taken.number):
+            self.step_guard.confirm()  # because the progress shows this step while the epoch is evaluated
+        in_doubt = self.step < taken.number
         self.watchdog.heartbeat(taken.number)
         self.telemetry.took_step(taken.number, taken.seconds)
         self.profiler.end_step(taken.number)
-        self.checkpoints.took_step(taken.number, taken.rows)
+        self.checkpoints.took_step(taken.number, taken.rows, in_doubt)
         if self.reporter:
-            self.reporter.took_step(taken.number, self.window, self._ends_epoch(taken.number))
+            # This writes the receipt after the group's first step, which is never in doubt: each group has a new
+            # `SumGuard`, which lets the device cancel only steps after the first one.
+            self.reporter.took_step(self.step, self.window, self._ends_epoch(taken.number))
             for text in self.learner.undo.warnings():
                 warn_once(log, text)
             if taken.number == self.group_start.step + 1:
