@@ -179,7 +179,7 @@ class Run:
         delete_run(access.run, find_contents(access).snapshot.cluster.jobs, access.cluster)
 
     def cost(self) -> dict[str, Any]:
-        """Return the cost of the run's nodes so far, in the format of `cost` in `status`."""
+        """Return the cost of the run's nodes so far, in the format of the key `cost` in the result of `status`."""
         seen = read_details(look(self._stored()))
         return seen.spending.record(seen.step)
 
@@ -209,8 +209,8 @@ class Run:
     def audit(self) -> list[dict[str, int | str]]:
         """Return how many rows each epoch consumed, missed and repeated.
 
-        In a mixture, each pass through a `source` is an epoch. Raises `DamageError` if the audit finds a fault, and
-        `NotFoundError` if SUNSPOT_AUDIT was not set.
+        In a mixture, rows are counted for each pass through a `source` instead of each epoch. Raises `DamageError` if
+        the audit finds a fault, and `NotFoundError` if SUNSPOT_AUDIT was not set.
         """
         run = self._stored()
         proof = prove(run)

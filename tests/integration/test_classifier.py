@@ -151,8 +151,8 @@ def test_files_without_suitable_images_are_rejected(classifier: Classifier, tmp_
     (tmp_path / "pickled.npy").write_bytes(b"")
     np.save(tmp_path / "pickled.npy", np.array([Trap(tmp_path / "trapped")], dtype=object), allow_pickle=True)
     for name, seen in {
-        "wide.png": "8 x 9 .*needs images of 8 x 8 in gray",
-        "color.jpeg": "8 x 8 .*in color.*needs images of 8 x 8 in gray",
+        "wide.png": "8 x 9 .*needs gray images of 8 x 8",
+        "color.jpeg": "8 x 8 .*in color.*needs gray images of 8 x 8",
         "floats.npy": r"float64 \[1, 8, 8\].*needs uint8 \[1, 8, 8\]",
         "text.png": "is not a PNG or JPEG, or is damaged",
         "pickled.npy": "an array of object",

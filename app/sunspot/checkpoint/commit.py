@@ -247,7 +247,7 @@ class CheckpointCommitter:
         """Start no more commits, because the group has ended.
 
         A commit in progress still finishes, unless the state is sharded. A sharded commit is stopped, because other
-        ranks may no longer add their parts.
+        ranks might not write their parts.
         """
         if self._coordinator.in_parts:
             self._stop()
@@ -364,7 +364,7 @@ class CheckpointCommitter:
     def _commit(self, snapshot: Snapshot) -> None:
         """Write a checkpoint.
 
-        Even if the process is killed in between, the new checkpoint is either complete or does not exist, and the
+        If the process is killed during the commit, the new checkpoint is either complete or does not exist, and the
         previous checkpoint stays intact.
         """
         snapshot.copied.result()

@@ -90,7 +90,7 @@ def without_wrappers(own: Mapping[str, Any], state: dict[str, Any]) -> dict[str,
 
 
 def without_prefix(own: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
-    """Map a model's names to the names of the same weights in a larger state, such as `model.NAME`.
+    """Map the names of a model's weights to the names of the same weights in a larger state, such as `model.NAME`.
 
     Names with another prefix, and names in an optimizer's state, are omitted.
     """

@@ -64,8 +64,8 @@ class CheckpointManager:
     ) -> None:
         """Create the manager of an attempt. `saved` contains the objects to save.
 
-        Copies outlive this process only if `memory` is given. `windows` are the restored windows of consumed rows.
-        `journals` are flushed before each commit.
+        Copies outlive this process only if `memory` is given. `windows` are the consumed rows that were restored with
+        the state (`LedgerWindow`). `journals` are flushed before each commit.
         """
         self._run = run
         self._attempt = attempt
@@ -172,8 +172,8 @@ class CheckpointManager:
     ) -> None:
         """Begin to copy the state at `step` to memory. If `to_storage` is set, the copy becomes a checkpoint.
 
-        `evaluated` is False if an epoch ends at `step` without an evaluation. A copy that is for storage or `needed`
-        waits for the previous copy. Any other copy is skipped while the previous copy is in progress. Call
+        `evaluated` is False if `step` ends an epoch that has not been evaluated yet. A copy that is for storage or
+        `needed` waits for the previous copy. Any other copy is skipped while the previous copy is in progress. Call
         `wait_for_copy` before parameters change.
         """
         # CPU time excludes the wait for slower workers. The next gradients would wait for them anyway.
@@ -329,7 +329,7 @@ class CheckpointManager:
 
 
 class SnapshotInterval:
-    """The shortest interval at which snapshots take at most a given fraction of the time."""
+    """The shortest interval at which snapshots take at most a given fraction of the training time."""
 
     def __init__(self, fraction: float, start: int) -> None:
         """Begin the first interval at step `start`. A `fraction` of 0 disables snapshots."""

@@ -192,9 +192,9 @@ def _position(snapshot: MemorySnapshot) -> tuple[int, int]:
 
 
 def keep_newest(directory: Path) -> set[Path]:
-    """Remove all complete copies of the previous process except the newest. Return the remaining files.
+    """Remove the previous process's copies except the newest complete ones, and return the remaining data files.
 
-    Two copies of a part are kept, because the newest copy that all workers have might be the second newest here.
+    For a sharded state, the parts of the two newest steps are kept, because another worker might lack the newest step.
     """
     found = sorted(list_snapshots(directory), key=_position, reverse=True)
     steps = sorted({_position(held) for held in found if held.parts}, reverse=True)[:2]
@@ -242,7 +242,7 @@ def _list_processes(location: str) -> list[Path]:
 
 
 def room_for_copies(own: Path) -> int:
-    """Return the number of bytes available for the run's copies on this node, given a process's own directory.
+    """Return the number of bytes available for the run's copies on this node. `own` is a process's directory.
 
     This is the free space plus the space of existing copies, which new copies replace. Shared memory counts towards the
     container's memory limit, so that limit applies too.
@@ -257,7 +257,10 @@ def room_for_copies(own: Path) -> int:
 
 
 def remove_others(own: Path) -> None:
-    """Remove the directories of this run's exited processes, and directories of other runs after STALE_S seconds."""
+    """Remove the directories of exited processes, if they belong to this run or to a stale run.
+
+    A run is stale if its files on this node have not changed for STALE_S seconds. `own` is this process's directory.
+    """
     with contextlib.suppress(OSError):  # another process might remove the same directory
         for directory in own.parent.iterdir():
             _remove_if_free(directory)

@@ -280,7 +280,7 @@ def is_sharded(checkpoint: Checkpoint) -> bool:
 
 
 class ShardedContents(NamedTuple):
-    """The pieces of a sharded checkpoint, and the outline of its state."""
+    """The pieces of a sharded checkpoint, and the outline of the checkpoint's state (`make_outline`)."""
 
     pieces: list[Piece]
     outline: Any

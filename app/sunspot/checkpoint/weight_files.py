@@ -87,7 +87,7 @@ class WeightFiles(NamedTuple):
 def find_weights(storage: Storage, file: str) -> WeightFiles | None:
     """Return the tensors in a weight file.
 
-    Returns None if the file must be read as a whole, because it is invalid or its tensors are not stored in order.
+    Returns None if the file must be read as a whole, because it is invalid or contains a tensor that is not contiguous.
     """
     try:
         if file.endswith(INDEX_SUFFIX):

@@ -1,7 +1,8 @@
 """Converts each item of a `torch.utils.data.Dataset` to arrays, keyed by column.
 
 An item is a tuple, a dict or a single value. A value is a tensor, an array, a number or a Pillow image. Numbers are
-never changed. A value that is not numeric, or whose shape differs from row 0, raises an error with the row's number.
+never changed. A value that is not numeric, or whose shape differs from the shape in row 0, raises an error with the
+row's number.
 """
 
 import traceback

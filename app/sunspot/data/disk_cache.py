@@ -99,7 +99,7 @@ class DiskCache:
             else:
                 entry.unlink()
         if not intact:
-            self._warn("an entry is damaged, and is read from the bucket again; check the node's disk")
+            self._warn("an entry is damaged, so its content is read from the bucket again; check the node's disk")
         return content if intact else None
 
     def _add(self, entry: Path, content: bytes) -> None:

@@ -143,7 +143,7 @@ def _from_array(content: bytes, shape: tuple[int, ...], place: str) -> np.ndarra
 
 
 def is_picture(name: str) -> bool:
-    """Return True if a file name has the suffix of an image."""
+    """Return True if a file name has an image suffix."""
     return name.lower().endswith(SUFFIXES)
 
 
@@ -158,9 +158,9 @@ def decode_picture(content: bytes, shape: tuple[int, ...], scales: bool = False)
     height, width = upright_size(image)
     if not scales and ((height, width) != shape[1:] or (shape[0] == 1 and not gray)):
         raise DataError(
-            f"is {height} x {width} (height x width) and {'gray' if gray else 'in color'}, but the model needs images "
-            f"of {shape[1]} x {shape[2]} {'in gray' if shape[0] == 1 else 'in color'}, like the first image of its "
-            "dataset; convert it"
+            f"is {height} x {width} (height x width) and {'gray' if gray else 'in color'}, but the model needs "
+            f"{'gray' if shape[0] == 1 else 'color'} images of {shape[1]} x {shape[2]}, like the first training image; "
+            "convert it"
         )
     try:
         return fit_pixels(image, *shape) if scales else to_pixels(image, shape[0])

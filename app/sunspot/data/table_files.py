@@ -129,9 +129,9 @@ class ParquetTable(TableFile):
 class TarShard(ParquetTable):
     """A tar file of samples and its index, which is a Parquet file (`sunspot.data.tar_index`).
 
-    Classes and JSON fields are stored in the index. For each other file of a sample, the index contains its position in
-    the shard. These files are read from the shard, with one read for each row group, and every sample's checksum is
-    verified.
+    Classes and JSON fields are stored in the index. For each other file of a sample, the index contains the file's
+    position in the shard. These files are read from the shard, with one read for each row group, and every sample's
+    checksum is verified.
     """
 
     def __init__(self, path: str) -> None:

@@ -123,7 +123,8 @@ class PastRecords:
     def knows_end_of(self, attempt: Attempt) -> bool:
         """Return True if the last step of an earlier attempt is known exactly.
 
-        This is the case if one of its processes has left a heartbeat, or if a status says that it ended with a save.
+        This is the case if this attempt or a later attempt has left a heartbeat, or has ended with a save according to
+        a status.
         """
         saved = [status.attempt for status in (self.status, self.other) if status and status.saved]
         return any(number >= attempt.number for number in (*saved, *(number for number, _, _ in self.heartbeats)))
@@ -257,9 +258,9 @@ def claim_in_place(claimant: Claimant, settings: Settings, inventories: list[Nod
     """Claim the next attempt for workers that continue with their live state.
 
     Returns None if no worker has a usable state, or if the workers may no longer train the run. Raises
-    `SupersededError` if another group has replaced this one. `begin_attempt` treats this like None, and tries to claim
-    an attempt that starts from a copy or a checkpoint. The workers are waiting to repeat a step, so the records for the
-    receipt are read in other threads to save time.
+    `SupersededError` if another group has replaced this one. `begin_attempt` treats this error like None, and tries to
+    claim an attempt that starts from a copy or a checkpoint. The workers are waiting to repeat a step, so the records
+    for the receipt are read in other threads to save time.
     """
     if not any(inventory.live for inventory in inventories):
         return None
@@ -324,7 +325,7 @@ def make_attempt(
 ) -> Attempt:
     """Return the attempt that follows the attempts in `before`. Its start point is not chosen yet.
 
-    `after` contains the IDs of drivers that began before this driver.
+    `after` contains the IDs of the earlier drivers, after which this driver began.
     """
     metadata = Metadata(
         settings=settings.environment(),
@@ -428,8 +429,8 @@ def refuse_to_start_over(
 def find_lost_start(attempts: list[Attempt]) -> list[SkippedCheckpoint]:
     """Return a list with the checkpoint from which the current lineage last started, or an empty list.
 
-    Call this if storage has no checkpoint. Retention always keeps the returned checkpoint or a newer one, so its
-    absence means that files have been lost.
+    Call this if storage has no checkpoint. Files have then been lost, because retention always keeps the returned
+    checkpoint or a newer one.
     """
     counted = {span.label for span in lineage(attempts)}
     began = [attempt for attempt in attempts if attempt.label in counted and attempt.metadata.tier == "storage"]
