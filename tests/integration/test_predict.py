@@ -253,7 +253,7 @@ def test_predictions_of_different_weights_are_not_mixed(tmp_path: Path, monkeypa
         return predict_batch.open_output(storage, model, source, parts)
 
     assert open_for("a" * 64) == open_for("a" * 64) == set()
-    with pytest.raises(ConflictError, match="contains other predictions"):
+    with pytest.raises(ConflictError, match="contains predictions other than the requested ones"):
         open_for("b" * 64)
 
 
@@ -271,7 +271,7 @@ def test_a_file_with_rows_outside_the_range_in_its_name_is_rejected(tmp_path: Pa
     pq.write_table(table_of(0, 1), tmp_path / parts[0].key)
     assert predict_batch.count_correct(storage, parts) == (True, 2)
     pq.write_table(table_of(1, 2), tmp_path / parts[0].key)
-    with pytest.raises(DamageError, match="the row numbers do not match the range in the name"):
+    with pytest.raises(DamageError, match="the row numbers do not match the range in the file's name"):
         predict_batch.count_correct(storage, parts)
 
 

@@ -164,7 +164,7 @@ class ControlChannel:
     def set_counts(self, counts: FailureCounts, replacements: int = 0) -> None:
         """Store the failure counts, which now include all losses reported so far.
 
-        `replacements` of these losses were replacements that could not train.
+        Of these losses, `replacements` is the number of replacements that could not train.
         """
         self._counts, self._lost_on = counts, []
         self._unjudged_replacements -= replacements
@@ -172,9 +172,10 @@ class ControlChannel:
     def add_loss(self, node: str, incident: Incident, others_train: bool) -> None:
         """Record that a process was lost on a node. `others_train` is False if no other worker of its group is left.
 
-        The driver calls this, and rank 0 of the next group calls `begin_group`. Ray does not order the calls of two
-        processes, but a group takes much longer to form than this call. If this call came later anyway, the receipt
-        of the loss would show neither its time nor the lost rank, and the next receipt would show them instead.
+        The driver calls this, and later rank 0 of the next group calls `begin_group`. Ray does not guarantee that the
+        calls of two processes arrive in order, but forming a group takes much longer than this call. If this call
+        arrived too late anyway, the time of the loss and the lost rank would appear not in the receipt of this loss,
+        but in the next receipt.
         """
         self.log(
             f"lost {incident.detail}; {'the other workers keep training' if others_train else 'no worker is left'}"

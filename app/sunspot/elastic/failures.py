@@ -139,10 +139,10 @@ class FailureJudge:
 
     At most `max_failures` groups in a row may fail without a new checkpoint (or, in survivor mode, a new step).
     Groups that got no rows (up to MAX_STARVED) and groups that took no step from an in-memory copy (up to RESTORES) do
-    not count toward this limit. In survivor mode, losses within one step end the run only if there are at least as many
-    losses as workers in the group, because all workers in a zone can be lost within seconds. The control channel keeps
-    the counts, because each of Ray's trainers has its own judge. `leave_out` is called before each group, and a
-    `SunspotError` that it raises ends the run.
+    not count toward this limit. In survivor mode, the failure of a zone can exceed the limit within seconds. Losses
+    beyond the limit therefore end the run only if, since the newest step, as many workers were lost as the group had
+    (or if `max_failures` is 0). The control channel keeps the counts, because each of Ray's trainers has its own judge.
+    `leave_out` excludes broken nodes before each group. If it raises a `SunspotError`, the run ends.
     """
 
     def __init__(
@@ -279,9 +279,9 @@ class FailureJudge:
 
 
 def count_ends(loops: Mapping[str, tuple[int, float]], kinds: set[str], now: float) -> dict[str, tuple[int, float]]:
-    """Return `loops` with one more failure of each kind in `kinds`, and without kinds that have not failed for LOOP_S.
+    """Return `loops` with one more failure of each kind in `kinds`.
 
-    `now` is in seconds since the epoch.
+    Kinds whose last failure was more than LOOP_S ago are removed first. `now` is in seconds since the epoch.
     """
     recent = {kind: (times, then) for kind, (times, then) in loops.items() if now - then <= LOOP_S}
     return {**recent, **{kind: (recent.get(kind, (0, now))[0] + 1, now) for kind in kinds}}

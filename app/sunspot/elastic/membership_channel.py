@@ -7,8 +7,9 @@ control channel (control.py).
 `MembershipServer.declare_lost` is the only function that declares a process lost. If a process exits, its connection
 ends, so the loss is known at once. A lost node does not close its connections, but its kernel no longer answers. The
 server sends a byte to a member that has sent no heartbeat for a while. Even a busy kernel acknowledges such bytes, so
-a limit of MACHINE_LIMIT_S is enough. Members notice a lost driver in the same way. If a process is stopped, its kernel
-still answers, so the process is lost after PROCESS_LIMIT_S without a heartbeat, or later while it builds its model.
+a limit of MACHINE_LIMIT_S is enough. Members notice a lost driver in the same way. If a process is stopped (SIGSTOP),
+its kernel still answers. The process therefore counts as lost only after PROCESS_LIMIT_S without a heartbeat, or even
+later if it is building its model.
 
 A process that was wrongly presumed lost finds its connection closed, and reconnects at once under another uid. If the
 other members have not formed a group by then, they wait for the process to join. Otherwise, it joins them later.

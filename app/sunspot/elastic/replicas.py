@@ -49,7 +49,7 @@ def newest_whole(steps: Mapping[Member, float], shards: Mapping[Member, int], de
 def _split_by_node(
     members: Sequence[Member], shards: Mapping[Member, int], bound: Collection[Member], degree: int
 ) -> list[list[Member]]:
-    """Return as many whole replicas as possible, with as few replicas as possible on more than one node."""
+    """Return as many whole replicas as possible. As few of these replicas as possible span several nodes."""
     pools: dict[str, list[Member]] = {}
     for member in members:
         pools.setdefault(member.node, []).append(member)

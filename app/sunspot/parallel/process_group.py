@@ -145,8 +145,8 @@ class ProcessGroups:
     def break_collectives(self) -> None:
         """End all collectives in this process, from any thread.
 
-        The guard's word is set first. Gloo's collectives then raise an error. NCCL's end without an error, but with
-        wrong sums, which the guard keeps out of the parameters.
+        `SumGuard.trip` is called first. Gloo's collectives then raise an error. NCCL's collectives end without an
+        error but with wrong sums, which the guard keeps out of the parameters.
         """
         with self._ending:
             self.sums.trip()

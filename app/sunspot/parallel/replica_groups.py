@@ -93,8 +93,8 @@ class ReplicaGroups:
     def connect(self, modules: Iterable[FSDPModule]) -> None:
         """Make FSDP2 modules communicate through the newest groups.
 
-        From then on, a collective of a single DTensor raises an error, because the group of its mesh is destroyed.
-        Otherwise, the group's `fake` backend would return a wrong result.
+        This destroys the group of the mesh (`mesh`), so a DTensor operation that needs communication, such as
+        `full_tensor`, raises an error. Otherwise, the group's `fake` backend would return a wrong result.
         """
         dist.destroy_process_group(self._shape)
         gather, scatter = Gather(self), Scatter(self)

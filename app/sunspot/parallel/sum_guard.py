@@ -70,7 +70,10 @@ class SumGuard:
 
     @property
     def aborted(self) -> bool:
-        """True if collectives that the device has not completed yet may end with wrong results."""
+        """True if `trip` was called, so that collectives may end with wrong results.
+
+        Collectives that the device completed before the abort have correct results. Always False if no guard is needed.
+        """
         return self._on and bool(self._word)
 
     # -------------------------------------------------------------------------------------------------- training thread

@@ -18,7 +18,7 @@
                                           a RayJob as it was applied, and the cluster to which it was applied
         attempts/0001.json                one per start of a worker group; the newest names the run's owner
         attempts/0001-start-9f3c21ab.json the checkpoint that the attempt starts from
-        attempts/0001-error.json          the error that ended the attempt for good
+        attempts/0001-error.json          the fatal error that ended the attempt, if any
         checkpoints/step-00000460-attempt-0001-9f3c21ab/
             model.pt optimizer.pt extra_state.pt
                                           the state; with PARALLEL=fsdp, shards replace the first two (parts.py)
