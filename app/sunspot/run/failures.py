@@ -1,6 +1,6 @@
 """Records of failed processes: errors with tracebacks, and hung ranks as reported by their watchdogs.
 
-A process that is killed leaves no record.
+A process leaves no record if it is killed by anything other than its watchdog.
 """
 
 import os

@@ -301,7 +301,7 @@ def _other_code(attempt: Attempt, before: Attempt | None) -> str:
 
 
 def _errors(run: Run, attempts: list[Attempt]) -> Iterator[dict[str, Any]]:
-    """Yield an event for each error that ended an attempt for good, even if its record is damaged."""
+    """Yield a `failed for good` event for each attempt with a fatal error, even if the error's record is damaged."""
     steps = {f"{attempt.number:04d}": attempt.step for attempt in attempts}
     for file, entry in run.entries("attempts"):
         number = file.removesuffix("-error.json")

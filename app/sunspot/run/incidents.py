@@ -117,8 +117,8 @@ class Receipt:
     def beginning(self) -> tuple[float, str]:
         """The time at which the recovery began, and the name of the event that marks it.
 
-        The event is the notice of a loss, or the loss itself. If neither was observed, or if the other
-        workers kept training, the event is the completion of the step from which the attempt continues.
+        The event is the notice of a loss, or the loss itself. If neither was observed, or if the
+        surviving workers kept training, the event is the completion of the step from which the attempt continues.
         """
         if self.noticed is None or self.tier == IN_PLACE:
             return self.left, "the last step that counts"
@@ -204,7 +204,7 @@ def worker_seconds(attempts: list[Attempt], begin: float, end: float) -> float:
 def goodput(attempts: list[Attempt], receipts: list[Receipt], end: float) -> float | None:
     """Return the useful fraction of all worker-seconds until `end`, or None if there are no receipts.
 
-    Lost time that several receipts cover is counted once. The time of a group without a step also counts as lost.
+    Lost time that several receipts cover is counted once. The time of a group that has not taken a step is lost, too.
     """
     if not receipts:
         return None

@@ -1,4 +1,4 @@
-"""Finds the last step that storage proves to have been taken. Its checkpoint can be incomplete."""
+"""Finds the last step that a run has taken, according to storage. The step's checkpoint can be incomplete."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ def find_last_step(run: Run, attempts: Sequence[Attempt]) -> int:
     """Return the last step that these attempts are known to have taken, or 0.
 
     A step was taken if an object in storage belongs to it: a file of a checkpoint, even an incomplete one, a record of
-    the metric history, or an audit file. It was also taken if an attempt has started from it. Raises `StorageError`.
+    the metric history, or an audit file. A step was also taken if an attempt started from it. Raises `StorageError`.
     """
     labels = {attempt.label for attempt in attempts}
     segments = list_journal(run, "metrics", [_all_steps(attempt) for attempt in attempts])

@@ -139,9 +139,9 @@ def _changed_nothing(run: Run, begun: Status, before: Status | None, known: int,
     """Return True if a driver that ends with `error` should leave the run's previous status in force.
 
     `begun` is the driver's first status, and `known` is the newest attempt at that time. A driver that ends before it
-    claims an attempt, for example because of a typo, has not changed the run. Its end should not create a run, or end a
-    run that another driver trains or has ended. If this driver retried the run's job, however, its end is also the end
-    of the run.
+    claims an attempt, for example because of a typo, has not changed the run. Such a driver should not create a run, or
+    end a run that another driver trains or has ended. However, if the driver is a retry of the RayJob that trained the
+    run last, the run ends with the driver.
     """
     if newest_number(run) > known:
         return False
@@ -172,7 +172,7 @@ class DriverStatusWriter:
         write_status(run, begun)
 
     def refresh(self) -> None:
-        """Write the status if the workers have not written theirs recently, for example while they start."""
+        """Write the status if the workers have not written a status recently, for example while they start."""
         with self._writing:
             if not self._ended:
                 self._refresh()
@@ -228,8 +228,8 @@ class DriverStatusWriter:
     def end_as_expected(self) -> None:
         """Record that the driver ended without an error.
 
-        Raises `StorageError` if the run moves and this cannot be recorded. The operator then starts the driver again,
-        because a run that neither place trains would be taken for one that has succeeded.
+        Raises `StorageError` if the run moves and this cannot be recorded. The operator then starts the driver again.
+        Otherwise, the RayJob would count as succeeded, although the run might not train in either place.
         """
         if not left_for_move(replace(self._last, **self._outcome)):
             self.end(**self._outcome)

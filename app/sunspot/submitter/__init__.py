@@ -9,7 +9,7 @@ function `submit` in cluster/start.py runs the steps from preflight.py to api.py
     cluster/preflight.py       checks the cluster and storage for problems (check)
     cluster/applied.py         gives the RayJob a new owner ID, and stores its manifest in an annotation (as_submission)
     cluster/observation.py     reads the run from the cluster and storage (RunAccess.observe)
-    cluster/state.py           reduces this snapshot to one state and a reason (judge)
+    cluster/state.py           reduces everything that was read to one state and a reason (judge)
     cluster/start.py           follows a live RayJob, replaces an ended one, or raises an error (start_job)
     cluster/api.py             creates the RayJob (Cluster.apply)
     cluster/waiting.py         follows the run, and restarts it if KubeRay abandons its head pod (wait_for_end)

@@ -120,7 +120,10 @@ def demonstrate(run: Run, report: Report) -> Demonstration:
 
 
 def remove_earlier(run: Run) -> None:
-    """Remove an earlier demonstration's run. Raises `ConflictError` if the run is live or belongs to a user."""
+    """Remove an earlier demonstration's run.
+
+    Raises `ConflictError` if the run is live or was not created by `sunspot demo`.
+    """
     seen = look(run)
     owners = [attempt.owner for attempt in read_attempts(run)] + ([seen.status.owner] if seen.status else [])
     if not owners or not all(owner.startswith(JOB) for owner in owners):

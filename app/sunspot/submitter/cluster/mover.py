@@ -50,7 +50,7 @@ def may_consider(snapshot: RunSnapshot, now: float) -> bool:
 
     A run is not moved if it has ended, or if something other than its newest RayJob trains it. If a run has no driver
     yet, a move is considered after NODES_WITHIN_S. If its driver is silent, a move is considered after LOST_AFTER_S,
-    because the operator may replace the head.
+    because the operator might replace the head before then.
     """
     job, seen = snapshot.job, snapshot.storage
     status = seen.status

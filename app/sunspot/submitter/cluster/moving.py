@@ -128,7 +128,7 @@ def _find_claims(submission: Submission, before: Status) -> list[Attempt]:
 
 
 def _find_claim(submission: Submission, before: Status) -> Attempt | None:
-    """Return the submission's attempt, or None until its workers have claimed the run and chosen where to start."""
+    """Return the submission's attempt, or None until its workers have claimed the run and chosen a starting point."""
     return next(iter(attempts_with_start(_find_claims(submission, before))), None)
 
 

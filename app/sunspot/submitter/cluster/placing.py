@@ -173,9 +173,9 @@ def read_prospects(request: JobRequest, failures: Sequence[Sighting] = ()) -> Pr
     saved_gb = state_gb * HOUR_S / max(every_s, save_s) if every_s else 0.0
 
     def offer(place: Place) -> Offer:
-        """Return a place's offer.
+        """Return the result of `_make_offer` for a place, with the cost of traffic added to the price.
 
-        The price includes the traffic of saving checkpoints and, after a move, of loading one.
+        Traffic is caused by saving checkpoints and, after a move, by loading a checkpoint.
         """
         found = _make_offer(rendered[place.name])
         loaded_gb = 0.0 if place.name == situation.place else state_gb
@@ -196,7 +196,7 @@ def _render_everywhere(request: JobRequest, places: dict[str, Place]) -> dict[st
 
 
 def _make_offer(rendered: Rendered) -> Offer:
-    """Return a place's offer. Its price covers the head and the first training group at its maximum size."""
+    """Return a place's offer. The price is for the head and the full first training group, without traffic."""
     profile = choose_profile(rendered.request)
     price = None
     if rendered.pods:  # a job in an existing cluster has no pods of its own

@@ -225,8 +225,8 @@ def resume_run(access: RunAccess, snapshot: RunSnapshot, take_over: bool = False
     """Clear the stop marker, and apply the run's RayJob again as `sunspot submit` applied it.
 
     Returns None if the run was not started by `sunspot submit` and must be restarted by other means. Raises
-    `ConflictError` if the run is alive elsewhere and `take_over` is False. Raises
-    `NotFoundError` if the submitted RayJob is not in this namespace, and `ClusterError` if the cluster does not answer.
+    `ConflictError` if the run is alive elsewhere and `take_over` is False, `NotFoundError` if the submitted RayJob is
+    not in this namespace, and `ClusterError` if the cluster does not answer.
     """
     job, submitted = snapshot.job, newest_submission(access.run)
     if submitted and snapshot.cluster.trouble:

@@ -141,7 +141,7 @@ def judge(seen: ClusterSeen, stored: RunSeen) -> tuple[RunState, str]:
 
 
 def find_next_job(seen: ClusterSeen, stored: RunSeen) -> JobView | None:
-    """Return the newest RayJob if it warms up the run's next place, while the driver that it moves from is alive."""
+    """Return the newest RayJob if a move started it and the driver in the old place is still alive, or None."""
     job, status = seen.job, stored.status
     if not job or not status or not is_alive(status, seen.time):
         return None
@@ -149,12 +149,12 @@ def find_next_job(seen: ClusterSeen, stored: RunSeen) -> JobView | None:
 
 
 def without_next_job(seen: ClusterSeen, stored: RunSeen) -> ClusterSeen:
-    """Return the cluster without the RayJob that `find_next_job` returns, so that its newest RayJob trains the run."""
+    """Return `seen` without the RayJob of `find_next_job`, so that the newest remaining RayJob trains the run."""
     return replace(seen, jobs=seen.jobs[1:]) if find_next_job(seen, stored) else seen
 
 
 def _describe_move(seen: ClusterSeen, job: JobView) -> str:
-    """Return how far the newest RayJob, which warms up the run's next place, has come."""
+    """Describe the progress of a move. `job` is the RayJob in the new place."""
     place = Owner.parse(settings_of(job.raw).get(JOB_ID, "")).place
     if not job.live:
         return f"its move to {place} has failed" + (f": {job.message}" if job.message else "")

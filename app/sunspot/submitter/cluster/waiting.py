@@ -101,7 +101,7 @@ def wait_for_end(access: RunAccess, timeout: float | None, show: ProgressLines, 
 def _follow(
     access: RunAccess, began: float, timeout: float | None, show: ProgressLines, mover: Mover | None
 ) -> tuple[RunSnapshot, Submission | None]:
-    """Show every change until the run has ended or moved. Return the last snapshot, and the new RayJob if it moved.
+    """Show every change until the run has ended or moved. Return the last snapshot, and the new RayJob after a move.
 
     If the run failed because the operator abandoned its head, the failure is not shown, because the run might restart.
     """

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
             print_json(_record(contents, left, removed=False))
         rest = left or "unknown, because it cannot be listed now"
         again = f"Run `sunspot delete {access.arguments}` to delete the rest"
-        warn(f"{args.run} is only partly deleted; what is left: {rest}. {again}")
+        warn(f"{args.run} was only partly deleted. Remaining: {rest}. {again}")
         raise
     if args.json:
         print_json(_record(contents, None, removed=True))

@@ -158,7 +158,7 @@ def _check_references(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Ch
 def _check_base(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Check]:
     """Check that the NetworkPolicies and PodDisruptionBudgets in k8s/base exist.
 
-    If any of them is missing, yields only a warning, because pods start even without it.
+    Missing objects only cause a warning, because pods start even without them.
     """
     files = sorted((manifests() / "base").glob("*.yaml"))
     objects = [item for file in files for item in read_documents(file) if "metadata" in item]
