@@ -172,8 +172,8 @@ class Delivery:
     def _take_turn(self) -> bool:
         """Begin this driver's turn, unless an earlier driver's delivery may still send records.
 
-        The earlier delivery is waited for until TURN_AFTER_S after the claim, because its process may be gone. Returns
-        True once the turn has begun.
+        The turn begins at the latest TURN_AFTER_S seconds after the claim, because the earlier delivery's process may
+        be gone. Returns True if the turn has begun.
         """
         if self.delivered.driver == self._driver or not self._driver:
             return True

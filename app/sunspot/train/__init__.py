@@ -40,8 +40,9 @@ One step, from its rows to the beginning of the next step
  9. checkpoint.CheckpointManager.save  begins to copy the state if a copy or a checkpoint is due
 
 If a worker is lost in steps 2 to 8, a collective raises an error on the other workers, or `Worker` raises RegroupError.
-On GPUs, it is mostly `step_guard.StepGuard` that raises it. While the next group starts, `Survivor.continue_from` can
-raise it. In survivor mode, the step is then handled as follows (`survivor.abandon_step`, `step_guard.StepGuard`):
+On GPUs, `step_guard.StepGuard` raises most of these errors. `Survivor.continue_from` can also raise RegroupError while
+the next group starts. In survivor mode, the interrupted step is handled as follows (`survivor.abandon_step`,
+`step_guard.StepGuard`):
 
 - If the step was complete, it counts. Survivors can differ by this one step; all of them continue with the newer state.
 - If it was not complete, its gradients are discarded, and none of its rows count. The parameters, optimizer states and

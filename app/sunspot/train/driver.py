@@ -226,7 +226,7 @@ def train(
 
 
 def continues_after_move(claimant: Claimant, stop_request: StopRequest) -> bool:
-    """Return True if the workers have ended for a move that was given up while they saved.
+    """Return True if the workers stopped because of a move, and the move was given up while they saved.
 
     The driver must then train again, because nobody else does. If the new workers have claimed the run nevertheless,
     this driver's next claim is refused.
@@ -277,7 +277,8 @@ def report_result(run: Run, driver: str) -> AbstractContextManager[None]:
 def on_exit(report: Callable[[Exception | None], None]) -> Iterator[None]:
     """Context manager that calls `report` on exit, with the error that ended the context, or None.
 
-    `report` is not called after an interrupt, or after a `ConflictError`, because then another driver owns the run.
+    `report` is not called after an interrupt. It is not called after a `ConflictError` either, because another driver
+    may own the run.
     """
     try:
         yield

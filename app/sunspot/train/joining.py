@@ -71,7 +71,7 @@ class WorkerConfig:
 
     @property
     def limit_s(self) -> float:
-        """Maximum number of seconds to wait in a collective, while another worker may be waiting for storage."""
+        """Maximum number of seconds to wait in a collective for a worker that may itself be waiting for storage."""
         return self.plan.settings.storage_timeout_s + self.collective_timeout_s
 
     @cached_property
@@ -133,7 +133,7 @@ class Joining(ExitStack):
         return place
 
     def _prepare_alone(self, survivor: Survivor) -> Learner:
-        """Build a learner while the other workers train. Under hsdp, its model is the shard that the driver chose."""
+        """Build a learner while the other workers train. Under hsdp, the driver has chosen the learner's shard."""
         replicas = survivor.replicas
         if not replicas:
             return self._prepare_learner()

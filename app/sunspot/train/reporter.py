@@ -140,7 +140,7 @@ class Reporter:
         self._heartbeat = time.time()
 
     def took_step(self, step: int, window: MetricWindow, epoch_ends: bool) -> None:
-        """Show the newest step that counts about once a second. The first step closes the previous group's incident."""
+        """Show the newest counted step, about once a second. The first step closes the previous group's incident."""
         self.heartbeat()
         self._warn_of_notice()
         if step >= self._status.total_steps:
@@ -217,8 +217,8 @@ class Reporter:
     def publish(self) -> None:
         """Write the newest metrics and the status to storage.
 
-        Raises `SupersededError` if another process owns the run. Also raises it if this process was frozen or cut off,
-        and its driver has ended the attempt meanwhile.
+        Raises `SupersededError` if another process owns the run, or if the driver has ended the attempt while this
+        process was frozen or cut off.
         """
         try:
             ensure_owner(self._run, self._start.attempt)
@@ -241,7 +241,7 @@ class Reporter:
             delete_older_statuses(self._run, self._start.attempt.number)
 
     def end(self) -> None:
-        """Record that the group is about to end. From now on, ranks' metrics are written to storage immediately."""
+        """Record that the group is about to end. From then on, ranks' metrics are written to storage immediately."""
         self._ranks.end()
 
     def gauges(self) -> RunGauges:
@@ -295,8 +295,8 @@ class Reporter:
     def _warn_of_nan(self, record: MetricRecord) -> None:
         """Report a loss that is not finite, and later that it is finite again, in the terminal and as events.
 
-        Each other metric is reported only once. This also applies to a loss whose mean over a window is not finite,
-        although its last value is.
+        Any other metric that is not finite is reported only once. This also applies to a loss whose mean over a window
+        is not finite, if the loss of the window's last step is finite.
         """
         self._nan_windows = record.get(NAN_WINDOWS, 0)
         first = record["step"] - record["steps"] + 1

@@ -256,7 +256,7 @@ class Survivor:
         return dist.PrefixStore(str(generation), store)  # type: ignore[attr-defined]
 
     def is_closed(self) -> bool:
-        """Return True if the group has ended, even if this worker was alone in it and no collective fails."""
+        """Return True if the group has ended. No collective reveals this to a worker that was alone in it."""
         return self._client.closed(0.0)
 
     def regroups(self) -> bool:
@@ -274,11 +274,11 @@ class Survivor:
         """Bring this process to the live state of `start`, and return this state. All workers call this together.
 
         A process without a learner, such as a replacement, builds one with `build`, and so does a process whose shard
-        has changed (hsdp). Afterwards, all workers have a learner. A process that lacks the newest state receives it
-        from another process. The result contains tensors only on such a process.
+        has changed (hsdp). A process that lacks the newest state receives it from another process. The result contains
+        tensors only on a process that has received the state.
 
-        Raises `RegroupError` on all workers if their parameters differ then. In this case, no worker keeps its state,
-        so the next group returns to the newest copy.
+        Raises `RegroupError` on all workers if their parameters differ even after that. In this case, no worker keeps
+        its state, so the next group returns to the newest copy.
         """
         assert start.live
         with watchdog.paused():

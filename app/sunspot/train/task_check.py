@@ -373,7 +373,7 @@ def refuse_other_losses(before: torch.Tensor, after: torch.Tensor, task: str) ->
 
 
 def predict(learner: Learner, checked: TaskCheck) -> None:
-    """Predict the newest rows with the task. Raises `SettingsError` if the results are not valid scores."""
+    """Call the task's `predict` on the newest rows. Raises `SettingsError` if it does not return valid scores."""
     if not learner.task.predict:
         return
     settings = learner.plan.settings

@@ -9,9 +9,10 @@ lost, the interrupted step may already have changed:
 - trainable parameters that change before their optimizer's step, such as weights that are perturbed by hand (SAM) or an
   embedding with `max_norm`.
 
-The first three are restored from copies. There is no copy of the last kind, or of a tensor that changes for the first
-time. If PyTorch's count of in-place changes (`_version`) reveals such a change, this process has no state to continue
-from. It gets another worker's state, or all workers return to the newest copy in memory or in storage.
+The first three are restored from copies. Parameters of the last kind have no copies, and neither have frozen parameters
+that are not known to change. If PyTorch's count of in-place changes (`_version`) reveals that a parameter without a
+copy has changed, this process has no state to continue from. It gets another worker's state, or all workers return to
+the newest copy in memory or in storage.
 """
 
 from __future__ import annotations
@@ -157,8 +158,9 @@ class StepUndo:
     def put_back_moving(self) -> bool:
         """Restore buffers and frozen parameters that change, and return True if all of them could be restored.
 
-        Buffers that are not persistent do not count, because they are not in checkpoints and the model can compute them
-        again. A buffer whose shape has changed, such as a table that grows with the rows, is left unchanged.
+        The result ignores buffers that are not persistent, because they are not in checkpoints and the model can
+        compute them again. A buffer whose shape has changed, such as a table that grows with the rows, is left
+        unchanged.
         """
         lost = self._copies.put_back(self._changeable())
         return all(isinstance(key, tuple) and key[1] in key[0]._non_persistent_buffers_set for key in lost)
@@ -193,7 +195,7 @@ class StepUndo:
         return {**held, **{each: each.detach() for each in self._moving}} if self._moving else held
 
     def _held_buffers(self) -> dict[Any, torch.Tensor]:
-        """Return the current buffers, keyed by module and name, because a forward pass may replace a buffer."""
+        """Return the current buffers. Keys are modules and names, because a forward pass may replace a tensor."""
         # Comparing them takes a twentieth of the time of the public `buffers()` (torch 2.15).
         buffers = [each for module in self._modules for each in module._buffers.values()]
         if len(buffers) != len(self._buffers) or not all(map(operator.is_, buffers, self._buffers)):
@@ -309,7 +311,7 @@ class OptimizerCopy:
         return self._values.keys()
 
     def take(self) -> None:
-        """Copy the optimizer's current values. Reuse the previous copy's memory if they fit."""
+        """Copy the optimizer's current values. Reuse the previous copy's memory if no shape has changed."""
         state = self._optimizer.state
         groups = self._optimizer.param_groups
         self._values = {each: dict(state.get(each, {})) for each in parameters_of(self._optimizer)}

@@ -293,8 +293,8 @@ class Worker:
     def _end_if_diverged(self, record: MetricRecord, last: bool) -> None:
         """Raise `DivergedError` on all workers if the loss has been NaN or infinite for too long.
 
-        If no step follows (`last`), a single metric window without a finite loss is enough. The current state is not
-        saved, but earlier states reach storage first.
+        If no step follows (`last`), a single metric window without a finite loss is enough. Before the error is raised,
+        earlier states are written to storage. The current state is not saved.
         """
         error = self._nan_watch.verdict(last)
         if error:
@@ -304,9 +304,10 @@ class Worker:
             raise error
 
     def _drain(self) -> None:
-        """Wait until the newest state is in storage. All workers wait together.
+        """Wait until the newest snapshot is committed. All workers wait together.
 
-        Call this before a state with NaN weights is saved, because that state could otherwise replace the newest one.
+        Call this before a state with NaN weights is saved, because its snapshot replaces a snapshot whose commit has
+        not begun.
         The lost time does not matter, because training with NaN weights is useless.
         """
         with self.watchdog.paused():
@@ -320,7 +321,7 @@ class Worker:
             self.checkpoints.begin_step(step.number, step.rows, step.size)
 
     def _leave_closed_group(self) -> None:
-        """Raise `RegroupError` if the group has ended, even if this worker was alone in it and no collective fails."""
+        """Raise `RegroupError` if the group has ended. No collective reveals this to a worker that was alone in it."""
         if self.group_start.is_closed and self.group_start.is_closed():
             raise RegroupError
 

@@ -77,7 +77,7 @@ def try_from_pods(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
             try:
                 cluster.delete_pod(pod_view(pod), 1)
             except ClusterError as error:
-                warn(f"pod {pod['metadata']['name']} could not be deleted, but Kubernetes will stop it: {error}")
+                warn(f"pod {pod['metadata']['name']} could not be deleted: {error}; Kubernetes will stop the pod later")
 
 
 def why_untried(cluster: Cluster, manifest: dict[str, Any]) -> str:

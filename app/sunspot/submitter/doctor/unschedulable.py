@@ -131,10 +131,11 @@ def _nearest(found: Sequence[Sequence[Obstacle]]) -> list[Refusal]:
 def parse_refusals(message: str) -> list[Refusal]:
     """Parse the reasons in the scheduler's message, and return them, starting with the most useful one.
 
-    Missing resources come first, because the nodes that lack them match in every other way. Only a taint named after a
-    missing resource, such as nvidia.com/gpu, comes before them: the tainted nodes are the GPU nodes, and the nodes that
-    lack GPUs are the others. A taint without a name comes last, because it is usually the control plane's. The control
-    plane's own taints are dropped unless they are the only reason.
+    Missing resources come first, because the nodes that lack them pass the checks of taints and labels. Only a taint
+    named after a missing resource, such as nvidia.com/gpu, comes before missing resources. In this case, the tainted
+    nodes have GPUs, and the nodes that are reported for missing GPUs are nodes without GPUs. A taint without a name
+    comes last, because it is usually the control plane's. Named taints of the control plane are dropped unless they are
+    the only reason.
     """
     text = message.partition(" are available: ")[2].partition(". ")[0].rstrip(".) ")
     total = re.search(r"0/(\d+) nodes", message)

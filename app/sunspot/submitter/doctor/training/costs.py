@@ -240,7 +240,7 @@ def _seconds_until_full(case: Case, window: Mapping[str, Any], rates: Sequence[f
 
 
 def growth_rate(times: Sequence[float], sizes: Sequence[float | None]) -> float:
-    """Return the rate in MiB per second at which a size grows in both halves of its history.
+    """Return a size's growth in MiB per second, which is the smaller of the rates in both halves of its history.
 
     Returns 0 if the growth is small or unknown.
     """
