@@ -118,8 +118,9 @@ prefix. You can use the prefix everywhere:
 
 {ITEM_BREAK.join(lines)}
 
-The manifest of a job also sets variables that are not settings: the job's identity, the owner that it moves a run from,
-the archive with your own code, the length of a notice, the prices, the node groups, and the time to wait for nodes.
+The manifest of a job also sets variables that are not settings: the job's identity, the previous owner if the job moves
+a run, the archive with your own code, the length of a notice, the prices, the node groups, and the time to wait for
+nodes.
 """
 
 
