@@ -85,8 +85,8 @@ def submit(
     elsewhere, for example in another cluster.
 
     Raises `SettingsError`, `ClusterError`, `StorageError`, or `ConflictError` if the run is live with other settings or
-    elsewhere. If a check fails, no RayJob is created, but an earlier submission's RayJob that has ended may
-    already have been deleted.
+    elsewhere. If a check fails, no RayJob is created. However, the run's RayJob in another place of the profile may
+    already have been deleted, even if it was still waiting for nodes.
     """
     request = JobRequest(profile, with_place(_to_texts(settings), name, storage), image, namespace, code=code)
     rendered, cluster = render_in_place(request, context)

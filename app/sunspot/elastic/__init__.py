@@ -1,9 +1,10 @@
 """Survives preempted nodes, lost workers and hung ranks, and adds workers when there is room for more.
 
 There are two modes; `plan.can_outlive` chooses one for a run. In survivor mode, a loss does not stop the other
-workers: they repeat the interrupted step without the lost one, and Ray replaces only that process. Survivor mode
-needs LOADER=torch, Sunspot's training loop or a task's `train(run)`, and a single node group; SURVIVORS=off disables
-it. In restart mode, a loss ends the whole worker group, and Ray Train starts a new one from the newest state.
+workers: they repeat the interrupted step without the lost one, unless the step was complete, and Ray replaces only the
+lost process. Survivor mode needs LOADER=torch, Sunspot's training loop or a task's `train(run)`, and a single node
+group; SURVIVORS=off disables it. In restart mode, a loss ends the whole worker group, and Ray Train starts a new one
+from the newest state.
 
 Who decides that a worker is lost
 ---------------------------------
@@ -27,19 +28,23 @@ reports that a node is gone, so that the receipt can name the cause of the loss.
 chooses nodes for new workers. In survivor mode, ray_internals.controller.end_lost shuts down dead and unresponsive
 workers that Ray is about to replace.
 
-A loss in survivor mode, from the last packet of a process to the repeated step
--------------------------------------------------------------------------------
-These functions and classes take part. On CPUs, step 3 often begins before steps 1 and 2, because the kernel closes the
-connections of a killed process at once, and gloo then raises an error. `Survivor.outlives` therefore waits up to
-CLOSED_WITHIN_S for the message of step 2.
+A loss in survivor mode, from the last packet of a process to the next step
+---------------------------------------------------------------------------
+These functions and classes take part. Step 3 often begins before steps 1 and 2, because the kernel closes the
+connections of a killed process at once, and gloo then raises an error. This can also happen on GPUs, where decisions
+and the exchange of row IDs (AUDIT) use gloo. `Survivor.outlives` therefore waits up to CLOSED_WITHIN_S for the message
+of step 2.
 
- 1. membership_channel.MembershipServer   declares the process lost (`declare_lost`), and tells the other members of its
-                                          group that this group has ended. A group is also called a generation
+ 1. membership_channel.MembershipServer   declares the process lost (`declare_lost`), reports the loss for its receipt
+                                          (`_note_loss`), and tells the other members of its group that this group has
+                                          ended. A group is also called a generation
  2. membership_channel.MembershipClient   receives this message in each member, and breaks the collectives of the
                                           member's process, so that no step hangs. Gloo's collectives then raise an
                                           error. NCCL's collectives return without an error, but with wrong sums
- 3. train.loop.train_in_group             catches the error that ends the step. `train_in_groups` then abandons the
-                                          group, and joins the next one
+ 3. train.loop.train_in_group             catches the error that ends the step. The error comes from a gloo collective,
+                                          from `StepGuard` if sums of NCCL were aborted, or from `Worker` if the worker
+                                          sees that its group has ended. `train_in_groups` then abandons the group,
+                                          and joins the next one
  4. train.survivor.Survivor               decides whether the error has ended only the group (`outlives`), and keeps the
                                           state for the next group (`abandon_group`)
  5. train.step_guard.StepGuard            decides whether the abandoned step counts. It counts if `Worker.finish_step`
@@ -52,13 +57,18 @@ CLOSED_WITHIN_S for the message of step 2.
                                           ask in `Survivor.form`
  8. claim.agree_on_start                  finds out which ranks have the newest state, and claims an attempt that starts
                                           from it (`claim_in_place`)
- 9. train.survivor.Survivor               calls restore.hand_over, which sends that state to the ranks that lack it, and
-                                          loads it there (`continue_from`). It then compares all ranks' parameters. If
-                                          they are equal, train.build.build_worker makes the worker, and the loop
-                                          repeats the step. If they are not, all ranks form another group, which returns
-                                          to the newest copy
+ 9. train.survivor.Survivor               calls restore.hand_over, which sends that state to the ranks that lack it
+                                          (`continue_from`). train.learner.Learner.move then gives the learner its place
+                                          in the group, and a received state is loaded. `continue_from` compares all
+                                          ranks' parameters. If they are equal, train.build.build_worker makes the
+                                          worker, and the loop takes the next step or repeats the interrupted step. If
+                                          they are not, all ranks form another group, which returns to the newest copy
+                                          or checkpoint
 
-After the repeated step, receipts.OpenIncident makes a receipt of the loss (train.reporter.Reporter.took_step).
+The receipt of the loss begins in step 1: control.ControlChannel.add_loss passes the loss to merged_incidents.Incidents.
+In step 9, rank 0 gets the merged incident (train.reporter.Reporter.announce, control.ControlChannel.begin_group). After
+the group's first step, receipts.OpenIncident makes the receipt (train.reporter.Reporter.took_step). If the group first
+repeats an evaluation, the receipt is made after the evaluation (train.reporter.Reporter.add_evaluation).
 
 If a node is preempted with a notice, a node is sick (sick_nodes.SickNodes), another worker is ready to join, or a user
 wants fewer workers (wanted_workers.WantedWorkers), steps 1 and 2 do not happen. Instead, the membership server asks for

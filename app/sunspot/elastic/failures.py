@@ -2,9 +2,10 @@
 
 Ray Train's controller asks about each worker failure (failure_callback.py). If all ranks raise the same error in the
 user's program, the error would occur again, so the run ends at once. Other failures are counted, and the next
-checkpoint resets the count. Groups that got no rows from Ray Data are counted separately. So are groups that started
-from an in-memory copy and took no step: after a few such groups, the run continues from storage (copies.py). Processes
-that run out of memory in quick succession are counted even if there was a checkpoint in between (out_of_memory.py).
+checkpoint resets the count. For lost workers in survivor mode, the next step resets the count. Groups that got no rows
+from Ray Data are counted separately. So are groups that started from an in-memory copy and took no step: after a few
+such groups, the run continues from storage (copies.py). Processes that run out of memory in quick succession are
+counted even if there was a checkpoint in between (out_of_memory.py).
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Makes the receipts that record the cost of each restart.
+"""Makes the receipts that record the cost of each worker group's start, after a restart or in place.
 
 Rank 0 of the new worker group writes the receipt after its first step, or after the evaluation that the previous group
 did not complete.

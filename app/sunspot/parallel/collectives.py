@@ -40,7 +40,10 @@ class WorkerPlace:
     nodes: Sequence[str] = ()
     "Ray's node ID of each rank. Empty if unknown."
     sums: SumGuard | None = None
-    "The guard against incomplete sums of collectives on `device`. None if the process ends with its group."
+    """The guard against incomplete sums of collectives on a GPU. It is off on a CPU.
+
+    In survivor mode, every worker has a guard, and `Worker.outlives_groups` relies on this. None in restart mode.
+    """
     replicas: ReplicaGroups | None = None
     "The groups of this worker's replica and shard. None unless PARALLEL is hsdp."
 

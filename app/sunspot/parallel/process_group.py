@@ -1,9 +1,12 @@
 """Forms a generation's process groups without Ray, and breaks them after the loss of a member.
 
-A gloo collective waits for a lost member until it times out, and no public API ends it. Shutting down the group's
-sockets ends it at once. These are the sockets that were opened while the group formed. An NCCL collective waits on the
-GPU forever. It can be aborted, but then it leaves a wrong sum without raising an error. `SumGuard` keeps such sums out
-of the parameters.
+A gloo collective usually raises an error at once if it waits for a process that exits. If it waits for a lost node, for
+a stopped process, or for a member that itself waits for the lost one, it ends only when it times out, and no public API
+ends it earlier. Shutting down the group's sockets ends it at once. These are the sockets that were opened while the
+group formed.
+
+An NCCL collective waits on the GPU forever. It can be aborted, but then it leaves a wrong sum without raising an error.
+`SumGuard` keeps such sums out of the parameters.
 """
 
 import contextlib
@@ -78,7 +81,7 @@ class ProcessGroups:
         self._form_by = math.inf
         "The deadline of the groups that are forming, in `time.monotonic` seconds."
         self.sums = SumGuard()
-        "The guard of the newest group's sums on the GPU."
+        "The guard of the newest group's sums. It is off on CPUs and in a group of one."
 
     @property
     def _overdue(self) -> bool:

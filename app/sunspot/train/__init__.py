@@ -24,25 +24,29 @@ The modules are used in this order:
 One step, from its rows to the beginning of the next step
 ---------------------------------------------------------
  1. run.TrainingRun.batches        takes this worker's rows of the step from the loader (`data.order` assigns them)
- 2. worker.Worker.begin_step       in survivor mode, begins to exchange the rows' IDs (AUDIT), and keeps what is needed
-                                   to undo the step
+ 2. worker.Worker.begin_step       in survivor mode, begins to exchange the rows' IDs (AUDIT). If the model has changed
+                                   since the previous step ended, StepUndo renews its copies
  3. run.TrainingRun.parts          splits the rows into parts that fit in memory (MICRO_BATCH_SIZE)
  4. loop.take_step                 runs the forward and backward pass of each part
  5. parallel.data_parallel         averages the gradients over all workers (ddp), during the last backward pass
  6. worker.Worker.wait_before_change  is called by a hook of the optimizer. It waits until the previous state is copied
                                    and, in survivor mode, until the gradients are complete. On a GPU, a fused optimizer
-                                   does not wait: the GPU cancels its step if a sum was aborted (`parallel.sum_guard`)
+                                   does not wait: the GPU cancels its step if a sum was aborted (`parallel.sum_guard`).
+                                   StepUndo copies an optimizer's parameters and state if another optimizer follows
  7. optimizer.step                 changes the parameters
- 8. worker.Worker.finish_step      counts the step, or counts it one step later if the GPU could still cancel it. It
-                                   gets from `parallel.decisions` what rank 0 decided after this step or the previous
-                                   one: to save, copy, report, stop, restart or form a new group. It also evaluates
-                                   after an epoch
- 9. checkpoint.CheckpointManager.save  begins to copy the state if a copy or a checkpoint is due
+ 8. worker.Worker.finish_step      counts the step, or counts it one step later if the GPU could still cancel it. In
+                                   survivor mode, StepUndo copies the buffers and the frozen parameters that change, so
+                                   that the next step can be undone. `finish_step` gets from `parallel.decisions` what
+                                   rank 0 decided after this step or the previous one: to save, copy, report, stop,
+                                   restart or form a new group. It also evaluates after an epoch
+ 9. checkpoint.CheckpointManager.save  is called in step 8. It begins to copy the state if a copy or a checkpoint
+                                   is due
 
-If a worker is lost in steps 2 to 8, a collective raises an error on the other workers, or `Worker` raises RegroupError.
-On GPUs, `step_guard.StepGuard` raises most of these errors. `Survivor.continue_from` can also raise RegroupError while
-the next group starts. In survivor mode, the interrupted step is handled as follows (`survivor.abandon_step`,
-`step_guard.StepGuard`):
+If a worker is lost in steps 2 to 9, a collective raises an error on the other workers, or `Worker` raises RegroupError.
+On GPUs, NCCL's collectives raise no error, so `step_guard.StepGuard` raises RegroupError if their sums were aborted.
+Decisions and the exchange of row IDs (AUDIT) use gloo on GPUs, too, and can raise an error first.
+`Survivor.continue_from` can also raise RegroupError while the next group starts. In survivor mode, the interrupted step
+is handled as follows (`survivor.abandon_step`, `step_guard.StepGuard`):
 
 - If the step was complete, it counts. Survivors can differ by this one step; all of them continue with the newer state.
 - If it was not complete, its gradients are discarded, and none of its rows count. The parameters, optimizer states and

@@ -58,14 +58,14 @@ OUTPUTS_S = 1.0
 """Maximum number of seconds that a new group waits for storage to take the logs and metrics of the previous group."""
 
 GROUP_TRIES = 3
-"""Number of consecutive groups without a step after which a process stops trying."""
+"""Number of failed groups after which a process stops trying (`Survivor._failed_groups`)."""
 
 STUCK_AFTER_S = 20.0
 """Seconds by which an operation may exceed its time limit before the process ends itself."""
 
 
 class NoGroupError(RuntimeError):
-    """Raised after GROUP_TRIES consecutive groups without a step, or if a replacement's first group does not form."""
+    """Raised after GROUP_TRIES failed groups, or if a replacement's first group does not form."""
 
 
 class Survivor:
@@ -88,7 +88,12 @@ class Survivor:
         self._trained = False
         "True once this process has trained in a group."
         self._failed_groups: list[str] = []
-        "Reason for each group without a step since this process's newest step."
+        """Reasons for the failed groups since a group in which this process took a step.
+
+        A group has failed if it did not form although no member was known to be lost, or if it took no step because the
+        driver considered this process lost. A group does not count as failed if it ended for another reason, such as
+        the loss of another worker.
+        """
         self._connections = 0
         "Number of connections that the client had made when the newest group formed."
         self._outputs: Future[None] | None = None
@@ -197,8 +202,8 @@ class Survivor:
         """Join the next group, form it with the other members, and return this worker's place in it.
 
         Returns None if no other group forms. Raises `DriverUnreachableError` if the driver does not answer, and
-        `NoGroupError` after GROUP_TRIES consecutive groups without a step. A replacement gets only one attempt, because
-        the others wait for it.
+        `NoGroupError` after GROUP_TRIES failed groups. A replacement gets only one attempt, because the others wait
+        for it.
         """
         while True:
             step = step_of(self.kept[0].checkpoint) if self.kept else None
@@ -278,7 +283,7 @@ class Survivor:
         tensors only on a process that has received the state.
 
         Raises `RegroupError` on all workers if their parameters differ even after that. In this case, no worker keeps
-        its state, so the next group returns to the newest copy.
+        its state, so the next group returns to the newest copy or checkpoint.
         """
         assert start.live
         with watchdog.paused():
