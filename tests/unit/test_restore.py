@@ -25,13 +25,13 @@ import sunspot.elastic.claim
 import sunspot.elastic.restore
 import sunspot.run.attempts
 from sunspot.checkpoint.memory import NodeMemory
-from sunspot.checkpoint.memory_files import MemorySnapshot, Sidecar, find_snapshot
+from sunspot.checkpoint.memory_files import Heartbeat, MemorySnapshot, Sidecar, find_snapshot
 from sunspot.checkpoint.node_state import NodeParts, NodeState, PartCopy
 from sunspot.checkpoint.tensors import in_buffer, map_tensors, size_of
 from sunspot.elastic.claim import CheckpointLoaders, LocalState, PastRecords, StartPoint, begin_attempt
 from sunspot.elastic.copies import ChosenCopy, NodeInventory, choose_copy, choose_parts
 from sunspot.elastic.messages import Incident
-from sunspot.elastic.receipts import Phases, first_incident, make_receipt
+from sunspot.elastic.receipts import Phases, complete_step, first_incident, make_receipt
 from sunspot.elastic.restore import TrainingState, choose_init, load_init, load_start, read_init
 from sunspot.errors import ConflictError, DamageError, SettingsError, StorageError, SupersededError
 from sunspot.run import Claimant, Run, open_run
@@ -486,7 +486,7 @@ def test_an_in_memory_copy_is_skipped_after_two_groups_took_no_step_from_it(ends
         found = begin_attempt(Claimant(run, "me"), SETTINGS, nodes)
         assert (found.attempt.number, found.attempt.step) == (number, 9), "a single group may have been unlucky"
         if ends == "after a step":
-            heartbeats = [(number, 10, 0.0)]
+            heartbeats = [Heartbeat(number, 10, 0.0)]
         if ends == "with its node":
             nodes[1] = nodes[1]._replace(host=f"new-{number}")
         nodes[0] = nodes[0]._replace(heartbeats=heartbeats)
@@ -501,7 +501,7 @@ def at(number: int, time: float, world_size: int = 2, step: int = 0) -> Attempt:
 
 
 def a_start(attempt: Attempt, *before: Attempt, receipts: Sequence[Receipt] = ()) -> StartPoint:
-    return StartPoint(attempt, before, past=PastRecords([(1, 14, 99.0)], receipts))
+    return StartPoint(attempt, before, past=PastRecords([Heartbeat(1, 14, 99.0)], receipts))
 
 
 def test_a_receipt_records_the_cost_of_a_restart() -> None:
@@ -628,7 +628,7 @@ def test_a_receipt_counts_the_steps_that_are_proved_to_have_been_taken(evidence:
         start(run, "old-1", checkpoint_name(37, 1, lost.nonce), driver="1" * 8)
         delete_checkpoint(run, checkpoint_name(37, 1, lost.nonce))
     elif evidence == "a heartbeat":
-        nodes = [nodes[0]._replace(heartbeats=[(1, 41, 0.0)])]
+        nodes = [nodes[0]._replace(heartbeats=[Heartbeat(1, 41, 0.0)])]
     elif evidence == "a save at the end":
         status = replace(status, state=RunState.STOPPED, saved=True)
     elif evidence == "a checkpoint of a deleted run":
@@ -772,3 +772,20 @@ def commit_weights(run: Run, step: int) -> None:
         torch.save({"weight": torch.tensor(step)}, writer)  # it needs only write()
     files = {"model.pt": {"size": writer.size, "sha256": writer.sha256}}
     write_manifest(run, Checkpoint(name, step, 1, 10, 10, attempt.number, files=files))
+
+
+@pytest.mark.parametrize(
+    ("steps", "complete"),
+    [
+        ({(0, 1): [7, 6]}, 7),
+        ({(0, 2): [7, 6], (1, 2): [6]}, 6),
+        ({(0, 2): [7, 6], (1, 2): [7, 6]}, 7),
+        ({(0, 2): [7]}, 0),
+        ({(0, 2): [7], (1, 2): [7], (0, 1): [5]}, 7),
+        ({}, 0),
+    ],
+    ids=["ddp", "one shard lacks the step", "all shards have the step", "unknown shard", "two layouts", "no heartbeat"],
+)
+def test_a_step_is_complete_if_all_shards_have_taken_it(steps: dict[tuple[int, int], list[int]], complete: int) -> None:
+    heartbeats = [Heartbeat(3, step, 0.0, shard, shards) for (shard, shards), taken in steps.items() for step in taken]
+    assert complete_step(heartbeats) == complete

@@ -712,11 +712,11 @@ def test_heartbeats_in_shared_memory_outlive_their_process() -> None:
     trainee.memory.heartbeat(1, 42)
     trainee.die()
     successor = Trainee(2)
-    [(attempt, step, _)] = find_heartbeats(RUN)
-    assert (attempt, step) == (1, 42)
+    [heartbeat] = find_heartbeats(RUN)
+    assert heartbeat[:2] == (1, 42)
     successor.memory.heartbeat(2, 43)
-    [(attempt, step, _)] = find_heartbeats(RUN)
-    assert (attempt, step) == (2, 43)
+    [heartbeat] = find_heartbeats(RUN)
+    assert heartbeat[:2] == (2, 43)
 
 
 def test_the_heartbeat_does_not_name_a_step_that_the_gpu_may_still_cancel(tmp_path: Path) -> None:
@@ -727,9 +727,9 @@ def test_the_heartbeat_does_not_name_a_step_that_the_gpu_may_still_cancel(tmp_pa
     checkpoints = CheckpointManager(run, Attempt(1, "me", None, 0), plan, saved, memory=NodeMemory(RUN))
     checkpoints.took_step(1, None)
     checkpoints.took_step(2, None, in_doubt=True)
-    assert [step for _, step, _ in find_heartbeats(RUN)] == [1]
+    assert [heartbeat.step for heartbeat in find_heartbeats(RUN)] == [1]
     checkpoints.took_step(3, None)
-    assert [step for _, step, _ in find_heartbeats(RUN)] == [3]
+    assert [heartbeat.step for heartbeat in find_heartbeats(RUN)] == [3]
 
 
 def _train_and_kill_yourself(root: str) -> None:

@@ -146,7 +146,8 @@ class CheckpointManager:
             self._snapshots.reserve()
         self._optimizer_only.after_step()
         self._ledger.add_step(step, rows)
-        self._memory.heartbeat(self._attempt.number, step - 1 if in_doubt else step)
+        place = self._place
+        self._memory.heartbeat(self._attempt.number, step - 1 if in_doubt else step, place.shard, place.shards)
 
     def due(self, step: int, step_s: float) -> StepActions:
         """Return the actions due after `step`, except reports and commands. The step took `step_s` seconds."""

@@ -20,6 +20,7 @@ import torch
 from sunspot.background import start_thread
 from sunspot.checkpoint.memory_files import (
     HEARTBEAT,
+    Heartbeat,
     MemorySnapshot,
     keep_newest,
     list_snapshots,
@@ -199,10 +200,10 @@ class NodeMemory:
         """The slot with the newest complete copy, or None."""
         return next((slot for slot in self._slots if Use.NEWEST in slot.uses), None)
 
-    def heartbeat(self, attempt: int, step: int) -> None:
-        """Record in shared memory that `step` was taken."""
+    def heartbeat(self, attempt: int, step: int, shard: int = 0, shards: int = 1) -> None:
+        """Record in shared memory that `step` was taken by a worker with this shard of the state."""
         if self._heartbeat is not None:
-            HEARTBEAT.pack_into(self._heartbeat, 0, attempt, step, time.time())
+            HEARTBEAT.pack_into(self._heartbeat, 0, *Heartbeat(attempt, step, time.time(), shard, shards))
 
     # Slots, in the training thread.
 

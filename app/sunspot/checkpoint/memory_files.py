@@ -43,8 +43,21 @@ MAX_PROCESSES = 64
 STALE_S = 24 * 3600
 """Seconds after which copies of other runs are removed."""
 
-HEARTBEAT = struct.Struct("<qqd")
-"""Binary format of a heartbeat: the attempt, the step, and the time in seconds since the Unix epoch."""
+HEARTBEAT = struct.Struct("<qqdqq")
+"""Binary format of a `Heartbeat`."""
+
+
+class Heartbeat(NamedTuple):
+    """The last step that a process is known to have taken."""
+
+    attempt: int
+    step: int
+    time: float
+    "Time of the step, in seconds since the Unix epoch."
+    shard: int = 0
+    "Index of the process's shard of the state."
+    shards: int = 1
+    "Number of shards of the state."
 
 
 @dataclass(frozen=True)
@@ -133,14 +146,15 @@ def find_parts(location: str) -> tuple[MemorySnapshot, ...]:
     return tuple(snapshot for snapshot in _list_all(location) if snapshot.parts)
 
 
-def find_heartbeats(location: str) -> list[tuple[int, int, float]]:
-    """Return the attempt, step and Unix time of each heartbeat of the run's processes on this node."""
+def find_heartbeats(location: str) -> list[Heartbeat]:
+    """Return the heartbeats of the run's processes on this node."""
     heartbeats = []
     for file in [directory / "heartbeat" for directory in _list_processes(location)]:
         with contextlib.suppress(OSError, struct.error):
-            attempt, step, when = HEARTBEAT.unpack(file.read_bytes())
-            if attempt and is_count(attempt) and is_count(step) and is_timestamp(when):
-                heartbeats.append((attempt, step, when))
+            found = Heartbeat(*HEARTBEAT.unpack(file.read_bytes()))
+            counts = (found.attempt, found.step, found.shard, found.shards)
+            if found.attempt and all(is_count(each) for each in counts) and is_timestamp(found.time):
+                heartbeats.append(found)
     return heartbeats
 
 

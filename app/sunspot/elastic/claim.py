@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from sunspot.background import start_thread
 from sunspot.checkpoint import versions
-from sunspot.checkpoint.memory_files import LoadedSnapshot, find_heartbeats, find_parts, find_snapshot
+from sunspot.checkpoint.memory_files import Heartbeat, LoadedSnapshot, find_heartbeats, find_parts, find_snapshot
 from sunspot.checkpoint.node_state import NodeParts, NodeState, PartCopy
 from sunspot.elastic.copies import (
     ChosenCopy,
@@ -105,8 +105,8 @@ class LocalState(NamedTuple):
 class PastRecords:
     """Records of the run's earlier attempts, from storage and from the nodes."""
 
-    heartbeats: Sequence[tuple[int, int, float]] = ()
-    "Last steps that earlier processes are known to have taken: attempt, step, and time in seconds since the epoch."
+    heartbeats: Sequence[Heartbeat] = ()
+    "Heartbeats of earlier processes on the nodes."
     receipts: Sequence[Receipt] = ()
     status: Status | None = None
     "The status that this driver has written."
@@ -127,7 +127,7 @@ class PastRecords:
         a status.
         """
         saved = [status.attempt for status in (self.status, self.other) if status and status.saved]
-        return any(number >= attempt.number for number in (*saved, *(number for number, _, _ in self.heartbeats)))
+        return any(number >= attempt.number for number in (*saved, *(each.attempt for each in self.heartbeats)))
 
 
 @dataclass(frozen=True)
@@ -394,8 +394,8 @@ def choose_start(
     return StartPoint(chosen, started, checkpoint, copy, nodes=nodes_in(inventories), past=past)
 
 
-def heartbeats_in(inventories: Sequence[NodeInventory]) -> list[tuple[int, int, float]]:
-    """Return the last known steps of earlier processes on these nodes, in the format of `PastRecords.heartbeats`."""
+def heartbeats_in(inventories: Sequence[NodeInventory]) -> list[Heartbeat]:
+    """Return the heartbeats of earlier processes on these nodes."""
     return [heartbeat for inventory in inventories for heartbeat in inventory.heartbeats]
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sunspot.checkpoint.memory_files import MemorySnapshot
+from sunspot.checkpoint.memory_files import Heartbeat, MemorySnapshot
 from sunspot.checkpoint.node_state import PartCopy
 from sunspot.checkpoint.part_exchange import ranks_by_node
 from sunspot.run.attempts import Attempt, attempt_of, attempts_with_start, lineage, step_of
@@ -33,7 +33,7 @@ class NodeInventory(NamedTuple):
     node: str
     "Ray's id of the node."
     snapshot: MemorySnapshot | None
-    heartbeats: list[tuple[int, int, float]]
+    heartbeats: list[Heartbeat]
     parts: Sequence[MemorySnapshot] = ()
     "Copies of parts of sharded states. Only the lowest rank of each node reports them."
     live: LiveState | None = None
@@ -167,7 +167,7 @@ def exclude_crashing_copy(
     last = attempts_with_start(before)[-RESTORES:]
     names = {attempt.starts_from if attempt.metadata.tier == "memory" else None for attempt in last}
     hosts = {host for attempt in last for host in attempt.metadata.nodes.values()}
-    took_step = {attempt for inventory in inventories for attempt, _, _ in inventory.heartbeats}
+    took_step = {each.attempt for inventory in inventories for each in inventory.heartbeats}
     crashed = len(last) == RESTORES and hosts <= {inventory.host for inventory in inventories}
     if not crashed or len(names) > 1 or None in names or took_step & {attempt.number for attempt in last}:
         return list(inventories), ""

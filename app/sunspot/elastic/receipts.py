@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypedDict
 
+from sunspot.checkpoint.memory_files import Heartbeat
 from sunspot.elastic.claim import StartPoint
 from sunspot.elastic.control import ControlChannel, ControlClient
 from sunspot.elastic.failures import describe_failure_in_line
@@ -69,7 +70,8 @@ def make_receipt(
     attempt, before = start.attempt, start.before
     since = start.past.since
     interrupted = [earlier for earlier in before if earlier.number >= since] or before
-    last_steps = [step for number, step, _ in start.past.heartbeats if number >= since and before]
+    heartbeats = [each for each in start.past.heartbeats if each.attempt >= since and before]
+    taken = complete_step(heartbeats) if state.tier == IN_PLACE else max((each.step for each in heartbeats), default=0)
     left = state.taken if state.taken is not None else (interrupted[0].time if interrupted else attempt.time)
     paused_since = incident.paused_since
     paused_s = max(0.0, attempt.time - max(paused_since, left)) if paused_since else 0.0
@@ -88,7 +90,7 @@ def make_receipt(
         first_step=first_step,
         left=left,
         step=attempt.step,
-        last_step=max(attempt.step, incident.last_step, start.past.last_step, *last_steps),
+        last_step=max(attempt.step, incident.last_step, start.past.last_step, taken),
         at_least=bool(before) and state.tier != IN_PLACE and not start.past.knows_end_of(before[-1]),
         tier=state.tier,
         world_before=world_before,
@@ -98,6 +100,19 @@ def make_receipt(
         worker_seconds_lost=max(0.0, spent - paused_s * world_before),
     )
     return replace(receipt, cost=cost_of_loss([*before, attempt], receipt))
+
+
+def complete_step(heartbeats: Sequence[Heartbeat]) -> int:
+    """Return the newest step that processes with all shards of the state have taken, or 0.
+
+    Under hsdp, a worker can be killed in the milliseconds in which it has taken a step and others have not. If no other
+    worker has its shard of this step, the step was never complete, so the others do not repeat it.
+    """
+    newest: dict[int, dict[int, int]] = {}
+    for each in heartbeats:
+        steps = newest.setdefault(each.shards, {})
+        steps[each.shard] = max(steps.get(each.shard, 0), each.step)
+    return max((min(steps.values()) for shards, steps in newest.items() if len(steps) == shards), default=0)
 
 
 def _why(before: Sequence[Attempt], incident: Incident) -> tuple[Cause, str]:
