@@ -31,7 +31,7 @@ from sunspot.checkpoint import CheckpointManager, SavedObjects
 from sunspot.checkpoint.files import load_state, refuse_other_than_tensors
 from sunspot.checkpoint.memory_files import find_parts
 from sunspot.checkpoint.parts import ShardWriter, load_model, load_parts, load_whole, read_contents
-from sunspot.checkpoint.pieces import Piece, group_adjacent, read_index, read_into
+from sunspot.checkpoint.pieces import Piece, group_adjacent, read_index, read_into, refuse_gaps
 from sunspot.data.order import Steps
 from sunspot.data.source import EmptySource, read_rows, rows_in
 from sunspot.data.text import REFERENCE, open_text, read_text
@@ -289,6 +289,16 @@ def test_only_the_bytes_of_requested_tensors_are_read(copied: Run, monkeypatch: 
         read_into(copied, early, wanted, into)
     others = [piece for piece in pieces if piece.name == "model.blocks.1.feed_in.bias"]
     read_into(copied, early, others, {others[0].name: torch.zeros(others[0].shape)})
+
+
+def test_parts_that_lack_values_of_a_tensor_are_rejected() -> None:
+    def part(offset: int, rows: int) -> Piece:
+        return Piece("model.weight", "float32", [10, 4], [offset, 0], [rows, 4], "file", 0, 1, 0)
+
+    refuse_gaps("here", [part(0, 6), part(6, 4), part(6, 4)])  # two replicas can write the same part
+    for wrong in ([part(6, 4), part(6, 4)], [part(0, 6)], [part(0, 6), part(4, 6)]):
+        with pytest.raises(DamageError, match=r"here: the parts contain \d+ of the 40 values of model\.weight"):
+            refuse_gaps("here", wrong)
 
 
 def test_small_adjacent_pieces_are_read_together(set_constants: SetConstants) -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from sunspot.parallel.sharding import is_dtensor, part_of, shard_model
+from sunspot.parallel.replica_groups import ReplicaGroups
+from sunspot.parallel.sharding import find_slices, is_dtensor, part_of, shard_model
 from sunspot.settings import Settings
 from tests.harness.loop import find_place, make_worker, plan_without_evaluation, train_ranks
 from tests.harness.process_group import in_processes
@@ -104,3 +105,25 @@ def test_parameters_that_stay_gathered_give_the_same_gradients(parallel: str, tm
             assert all(map(torch.equal, found, gradients[0]))
 
     in_processes(tmp_path, 2, compare)
+
+
+def test_a_process_that_shards_a_model_again_has_the_position_of_its_new_shard() -> None:
+    """Torch reuses an equal mesh, which may have the position of the process's first shard."""
+
+    def offsets(shard: int) -> list[tuple[int, ...]]:
+        replicas = ReplicaGroups(2)
+        with replicas.pretend(shard):
+            model = shard_model(
+                nn.Linear(4, 10), Settings(parallel="hsdp", shard_degree=2), torch.device("cpu"), replicas
+            )
+        optimizer = torch.optim.AdamW(model.parameters())
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        state = [each["exp_avg"] for each in optimizer.state.values()]
+        slices = find_slices([*model.parameters(), *model.state_dict().values(), *state])
+        return [each.offset for each in slices if each]
+
+    assert offsets(1) == 3 * [(5, 0), (5,)]
+    assert offsets(0) == 3 * [(0, 0), (0,)]
+    assert offsets(1) == 3 * [(5, 0), (5,)]

@@ -50,7 +50,16 @@ from sunspot.checkpoint.files import (
     upload_shard,
     upload_state,
 )
-from sunspot.checkpoint.pieces import INDEX, METADATA, Piece, extent_of, make_metadata, read_index, read_into
+from sunspot.checkpoint.pieces import (
+    INDEX,
+    METADATA,
+    Piece,
+    extent_of,
+    make_metadata,
+    read_index,
+    read_into,
+    refuse_gaps,
+)
 from sunspot.checkpoint.snapshot import MoreFiles, Snapshot
 from sunspot.checkpoint.tensors import fill, keys_of, leaves_of, make_outline, tensors_in
 from sunspot.errors import DamageError
@@ -178,6 +187,7 @@ class ShardWriter:
         run = self._run
         name = snapshot.manifest.name
         files, pieces = read_indexes(run, name, self._world_size)
+        refuse_gaps(run.storage.locate(run.key("checkpoints", name)), pieces)
         metadata = make_metadata(pieces)
         files[METADATA] = upload(run, name, METADATA, lambda writer: pickle.dump(metadata, writer))  # type: ignore[arg-type]
         outline = make_outline(snapshot.state, self._names)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -101,14 +102,28 @@ def make_metadata(pieces: Sequence[Piece]) -> Metadata:
 
 
 def read_index(run: Run, checkpoint: Checkpoint) -> list[Piece]:
-    """Return all pieces of a checkpoint, in rank order. Raises `DamageError` if an index is invalid."""
+    """Return all pieces of a checkpoint, in rank order. Raises `DamageError` if an index is invalid or incomplete."""
+    place = run.storage.locate(run.key("checkpoints", checkpoint.name))
     indexes = sorted(file for file in checkpoint.files if re.fullmatch(r"part-\d+\.json", file))
     try:
         contents = map_parallel(lambda file: json.loads(read_file(run, checkpoint, file)), indexes)
-        return [Piece(**piece) for content in contents for piece in content["tensors"]]
+        pieces = [Piece(**piece) for content in contents for piece in content["tensors"]]
+        refuse_gaps(place, pieces)
+        return pieces
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        place = run.storage.locate(run.key("checkpoints", checkpoint.name))
         raise DamageError(f"{place}: the indexes of the parts cannot be read: {type(error).__name__}") from error
+
+
+def refuse_gaps(place: str, pieces: Iterable[Piece]) -> None:
+    """Raise `DamageError` unless the pieces of each tensor contain all of its values once. `place` is for the error."""
+    extents: dict[tuple[str, tuple[int, ...]], set[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+    for piece in pieces:
+        tensor = (piece.name, tuple(piece.shape))
+        extents.setdefault(tensor, set()).add((tuple(piece.offset), tuple(piece.lengths)))
+    for (name, shape), found in extents.items():
+        values = sum(math.prod(lengths) for _, lengths in found)
+        if values != math.prod(shape):
+            raise DamageError(f"{place}: the parts contain {values:,} of the {math.prod(shape):,} values of {name}")
 
 
 def read_into(run: Run, checkpoint: Checkpoint, pieces: Sequence[Piece], into: dict[str, torch.Tensor]) -> None:

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from sunspot.background import start_thread
+from sunspot.parallel.mesh import mesh_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -74,10 +75,8 @@ class ReplicaGroups:
         The mesh keeps its first group, even after the workers have formed new groups. This group therefore uses torch's
         `fake` backend, which never connects or communicates.
         """
-        from torch.distributed.device_mesh import DeviceMesh
-
         assert self._shape
-        return DeviceMesh.from_group(self._shape, device_type)
+        return mesh_of(self._shape, device_type)
 
     @contextmanager
     def pretend(self, shard: int) -> Iterator[None]:

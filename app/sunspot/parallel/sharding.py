@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sunspot.errors import SettingsError
+from sunspot.parallel.mesh import mesh_of
 from sunspot.parallel.replica_groups import ReplicaGroups
 from sunspot.settings import Settings
 
@@ -106,11 +107,10 @@ def shard_model(
                 f"SUNSPOT_PARALLEL={settings.parallel} does not support several models, but {settings.task} has a "
                 f"{type(model).__name__} of models; set SUNSPOT_PARALLEL=ddp"
             )
-        from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         assert dist.group.WORLD
-        mesh = replicas.mesh(device.type) if replicas else DeviceMesh.from_group(dist.group.WORLD, device.type)
+        mesh = replicas.mesh(device.type) if replicas else mesh_of(dist.group.WORLD, device.type)
         doubles = any(parameter.dtype == torch.float64 for parameter in model.parameters())
         exact = torch.float64 if doubles else torch.float32
         whole = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if settings.gradient_precision == "bf16" else exact)
