@@ -89,7 +89,7 @@ def test_a_run_releases_a_worker_and_takes_it_back_on_request_without_a_restart(
 
 
 @pytest.mark.slow
-def test_a_run_leaves_a_sick_node_without_repeating_a_step(
+def test_a_run_excludes_a_sick_node_without_repeating_a_step(
     program: Program, make_data: MakeData, tmp_path: Path, ray_address: str, set_constants: SetConstants
 ) -> None:
     set_constants(sick_nodes, SICK_AFTER_S=4.0)

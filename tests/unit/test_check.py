@@ -90,7 +90,12 @@ BROKEN = [
         r"its loss, defined at .*\.py:17, returned values without a gradient; .* without detach\(\)",
     ),
     ("Linear(8, 10)", "Linear(8, 7)", SunspotError, r"Target \d is out of bounds.*label int64 \[64\] 0\.\.9"),
-    ("/ 255", "/ 0", SunspotError, r"the loss is not finite for 64 of 64 rows, such as nan for .*parquet, row 0"),
+    (
+        "/ 255",
+        "/ 0",
+        SunspotError,
+        r"the loss is not finite for 64 of 64 rows; for example, it is nan for .*parquet, row 0",
+    ),
     ("return self.head(", f"{KEEPS}; return self.head(", SunspotError, r"restored .* state_dict does not contain"),
     (
         "nn.Linear(784, 8)",

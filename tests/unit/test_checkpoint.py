@@ -983,7 +983,7 @@ def test_files_verified_by_storage_are_not_read_back(s3_run: Run, s3_proxy: Faul
     trainee.checkpoints.close(finished=True)
     assert not [request for request in s3_proxy.seen("GetObject") if request.path.endswith("model.pt")]
     assert find_faults(s3_run, newest(s3_run)) == []
-    assert "model.pt is missing or truncated after it was written" in trainee.warnings[0]
+    assert "model.pt was written, but it is now missing or truncated" in trainee.warnings[0]
 
 
 def test_files_not_verified_by_storage_are_read_back(s3_run: Run, s3_proxy: FaultProxy) -> None:

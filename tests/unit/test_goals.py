@@ -257,7 +257,9 @@ def test_submit_refuses_a_deadline_that_has_passed(cluster: FakeCluster, sunspot
     assert not cluster.jobs
 
 
-def test_submit_says_that_the_budget_stops_the_run(cluster: FakeCluster, sunspot: Command, profile: str) -> None:
+def test_submit_says_that_the_run_will_stop_once_its_budget_is_spent(
+    cluster: FakeCluster, sunspot: Command, profile: str
+) -> None:
     words = ("submit", "--run", "run", "--profile", profile, "--set", "BUDGET=40")
 
     assert sunspot(*words) == 0, sunspot.err

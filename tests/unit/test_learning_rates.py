@@ -263,7 +263,7 @@ def build_for_another(optimizer: Any) -> Any:
     ("build", "says"),
     [
         (ReduceLROnPlateau, "a ReduceLROnPlateau, which follows a metric, .* choose another scheduler"),
-        (lambda optimizer: None, r"a NoneType; return a scheduler of torch\.optim\.lr_scheduler"),
+        (lambda optimizer: None, r"a NoneType; return a scheduler from torch\.optim, or a dict of several schedulers"),
         (lambda optimizer: {"first": 1.0}, "a float; return a scheduler"),
         (build_for_another, "a ConstantLR for a different optimizer; create it with the optimizer that"),
     ],

@@ -443,13 +443,13 @@ def test_a_loss_is_reported_without_promise_if_no_other_worker_is_left(server: M
     assert lines == ["the other workers keep training", "no worker is left"]
 
 
-def test_a_run_leaves_a_sick_node_between_two_steps_and_records_the_reason(server: MembershipServer) -> None:
+def test_a_run_excludes_a_sick_node_between_two_steps_and_records_the_reason(server: MembershipServer) -> None:
     group = worker_group(1, "old", "new")
     slow = [StepTimes(1, 60.0 * n, 60.0, 1.0, (0.9, 0.2)) for n in range(10)]
     with enter(server, "leaving", node="old") as leaving, enter(server, "staying", node="new") as staying:
         assert isinstance(leaving.receive(), Generation)
         assert isinstance(staying.receive(), Generation)
-        assert not server.leave_sick_node(slow, group, "old", 1), "the driver's own node is never left"
+        assert not server.leave_sick_node(slow, group, "old", 1), "the driver's own node is never excluded"
         assert not server.leave_sick_node(slow, group, "head", 2), "too few workers would remain"
         sick = server.leave_sick_node(slow, group, "head", 1)
         assert sick

@@ -150,7 +150,7 @@ def test_a_run_whose_move_failed_stays_and_does_not_try_the_same_place_again(
 
 
 @pytest.mark.usefixtures("trains_in_east")
-def test_a_run_whose_head_was_abandoned_starts_again_in_a_better_place(
+def test_a_run_whose_head_was_given_up_starts_again_in_a_better_place(
     clusters: dict[str, FakeCluster], sunspot: Command, profile: str, set_constants: SetConstants
 ) -> None:
     set_constants("sunspot.run.status", SILENT_AFTER_S=0.0)

@@ -141,8 +141,8 @@ def test_a_gradient_is_clipped_to_the_maximum_norm() -> None:
         assert float(model.weight.grad.norm()) == pytest.approx(left)
 
 
-def test_clipping_uses_the_norm_of_the_complete_step_and_model(tmp_path: Path) -> None:
-    """This holds for any number of workers and passes, and for a sharded model."""
+def test_clipping_uses_the_norm_over_all_workers_passes_and_shards(tmp_path: Path) -> None:
+    """The weights do not depend on the number of workers, passes or shards."""
     free = train_ranks(tmp_path / "free", 1, **TINY)
     alone = train_ranks(tmp_path / "alone", 1, **TINY, clip_norm=0.05)
     several = train_ranks(tmp_path / "several", 3, **TINY, clip_norm=0.05, micro_batch_size=4)

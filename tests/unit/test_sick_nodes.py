@@ -1,4 +1,4 @@
-"""Tests that a run leaves a node that stays slow, that it never leaves too many, and that it ignores short hiccups."""
+"""Tests that a run stops using a slow node, never excludes too many nodes, and ignores short hiccups."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def windows(count: int, *forward_s: float, **more: Any) -> list[StepTimes]:
 
 
 def find(windows: Sequence[StepTimes], group: WorkerGroup = THREE, least: int = 1) -> str | None:
-    """Return the sick node that a group should leave, or None. Each node has one worker by default."""
+    """Return the sick node that a group should stop using, or None. Each node has one worker by default."""
     sick = find_sick_node(windows, group, lambda node: group.world_size - 1, least)
     return sick.node if sick else None
 
@@ -119,7 +119,7 @@ def test_a_group_on_a_single_node_has_no_sick_node() -> None:
     assert find(windows(30, FAST, 0.9), WorkerGroup(7, 2, {0: "a", 1: "a"})) is None
 
 
-def test_an_hsdp_group_loses_whole_replicas_when_it_leaves_a_node() -> None:
+def test_an_hsdp_group_loses_whole_replicas_when_it_excludes_a_node() -> None:
     membership = Membership(6, degree=2)
     for number, node in enumerate("aabbcd"):
         membership.enter(Member(f"{number}", node, f"{number}"))
@@ -145,10 +145,10 @@ def test_no_node_counts_as_sick_if_all_workers_become_slow(noise: list[float], s
 
 
 @given(st.lists(st.sampled_from([1.0, 1.1, 2.0, 4.0]), min_size=2, max_size=8), st.integers(1, 8), st.booleans())
-def test_a_run_keeps_its_minimum_number_of_workers_and_rarely_leaves_a_node(
+def test_a_run_keeps_its_minimum_number_of_workers_and_rarely_excludes_a_node(
     slowness: list[float], least: int, again: bool
 ) -> None:
-    """Each change of the group begins a new attempt. A node that the run has left can come back as slow as before."""
+    """Each change of the group begins a new attempt. An excluded node can come back as slow as before."""
     nodes = {str(number): FAST * factor for number, factor in enumerate(slowness)}
     sick_nodes = SickNodes()
     left_at: list[float] = []
@@ -165,7 +165,7 @@ def test_a_run_keeps_its_minimum_number_of_workers_and_rarely_leaves_a_node(
             continue
         before = dict(nodes)
         slow = nodes.pop(sick.node)
-        assert slow == max(before.values()), "the slowest node is left"
+        assert slow == max(before.values()), "the slowest node is excluded"
         assert len(nodes) >= least
         assert max(nodes.values()) / len(nodes) <= slow / len(before), "the others are not slower without it"
         left_at.append(now)
@@ -207,14 +207,14 @@ def supervise(monkeypatch: pytest.MonkeyPatch, sick: SickNode | None) -> tuple[C
     return after, parts
 
 
-def test_the_driver_leaves_a_sick_node_and_uses_other_nodes_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_driver_excludes_a_sick_node_and_uses_other_nodes_later(monkeypatch: pytest.MonkeyPatch) -> None:
     after, parts = supervise(monkeypatch, SickNode("c", "it is slow"))
     parts.control.channel.add_step_times(window(1, FAST, FAST, FAST))
     assert after(1).nodes == THREE.nodes
     assert set(after(supervisor.SICK_CHECK_EVERY_S).nodes.values()) == {"a", "b"}, "its drain is not a preemption"
     assert parts.membership.leave_sick_node.call_args.args == ([window(1, FAST, FAST, FAST)], THREE, "head", 2)
     assert list(parts.draining) == ["c"]
-    line = "the run leaves node c, and the other nodes keep training: it is slow"
+    line = "the run stops using node c, and the other nodes keep training: it is slow"
     assert parts.control.heard("log") == [line]
     assert parts.control.heard("add_left_out") == [[line]]
     parts.membership.leave_sick_node.return_value = None
@@ -223,7 +223,7 @@ def test_the_driver_leaves_a_sick_node_and_uses_other_nodes_later(monkeypatch: p
     assert after(supervisor.SHORT_S + 1).world_size == 2, "room on other nodes is used by a restart"
 
 
-def test_a_run_does_not_leave_a_sick_node_while_another_node_is_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_does_not_exclude_a_sick_node_while_another_node_is_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
     after, parts = supervise(monkeypatch, SickNode("c", "it is slow"))
     parts.draining["b"] = None
     after(supervisor.SICK_CHECK_EVERY_S)

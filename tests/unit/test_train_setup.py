@@ -110,7 +110,7 @@ def test_an_evaluation_interrupted_by_joining_workers_does_not_count_as_failed()
     ("tier", "step", "stale", "again"),
     [("memory", 10, 0, True), ("memory", 9, 0, False), ("memory", 9, 2, True), ("storage", 10, 2, False)],
 )
-def test_a_final_state_that_is_only_in_memory_is_evaluated_and_saved_again(
+def test_a_final_state_that_may_exist_only_in_memory_is_evaluated_again_and_saved(
     tier: str, step: int, stale: int, again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The state's commit was lost, and no further step would save the state."""

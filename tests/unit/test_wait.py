@@ -349,7 +349,7 @@ def test_an_unreadable_status_is_treated_as_missing(cluster: FakeCluster, run: R
     assert sunspot("status", "run") == 0
 
 
-# --------------------------------------------------------------------------------------------- an abandoned head
+# ----------------------------------------------------------------------------------------------- a lost head pod
 
 
 def give_up_head(cluster: FakeCluster) -> None:
@@ -378,7 +378,7 @@ def uids(cluster: FakeCluster) -> list[str]:
     return found
 
 
-def test_a_run_with_an_abandoned_head_is_restarted_as_the_same_job(
+def test_a_run_whose_head_was_given_up_is_restarted_as_the_same_job(
     cluster: FakeCluster, run: Run, sunspot: Command, uids: list[str], when: Callable[..., None]
 ) -> None:
     cluster.put_job(submitted(rayjob(JOB)))
@@ -423,7 +423,7 @@ def test_the_number_of_head_restarts_without_a_new_checkpoint_is_limited(
     when(pending=fail_after_a_checkpoint)
     assert sunspot("wait", "run", "--timeout", "60") == 1
     assert len(uids) == 1 + 1 + 2
-    assert "abandoned its head again after 2 restarts without a new checkpoint" in sunspot.err
+    assert "gave up on the run's head pod again after 2 restarts without a new checkpoint" in sunspot.err
     assert "or raise SUNSPOT_MAX_DRIVER_STARTS" in sunspot.err
 
 

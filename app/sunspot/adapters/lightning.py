@@ -223,7 +223,7 @@ class LogCapture:
 
 
 def warn_on_rank_0(text: str) -> None:
-    """Log a warning once, and only on rank 0, because all ranks have the same warnings."""
+    """Log a warning once, and only on rank 0, because every rank would log the same one."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         warn_once(log, text)
 

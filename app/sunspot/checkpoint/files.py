@@ -90,7 +90,7 @@ def upload(run: Run, name: str, file: str, write: Callable[[Writer], Any]) -> di
         )
     listed = [entry for entry in run.storage.list(key) if entry.key == key]
     if not listed or listed[0].size != size:
-        raise DamageError(f"{run.storage.locate(key)} is missing or truncated after it was written")
+        raise DamageError(f"{run.storage.locate(key)} was written, but it is now missing or truncated")
     return {"size": size, "sha256": sha256, "version": listed[0].version}
 
 

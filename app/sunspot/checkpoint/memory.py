@@ -208,7 +208,10 @@ class NodeMemory:
     # Slots, in the training thread.
 
     def expect_copies(self, count: int) -> None:
-        """Require memory for `count` copies on the node before the first slot in shared memory is created."""
+        """Expect `count` copies on this node.
+
+        The first slot in shared memory is created only if the node has memory for this many copies.
+        """
         self._copies = count
 
     def free_slot(self, size: int, needed: bool, device: torch.device | None = None) -> Slot | None:

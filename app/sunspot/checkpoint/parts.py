@@ -253,7 +253,7 @@ class ShardWriter:
 
 
 def whole_model(pieces: Sequence[Piece]) -> dict[str, torch.Tensor]:
-    """Return the model's whole tensors on the meta device, in the order of rank 0's part."""
+    """Return the model's full tensors on the meta device, in the order in which rank 0's index lists them."""
     return {
         piece.name.removeprefix("model."): piece.allocate("meta") for piece in pieces if piece.name.startswith("model.")
     }
@@ -317,7 +317,7 @@ def load_model(run: Run, checkpoint: Checkpoint, contents: ShardedContents | Non
 
 
 def load_whole(run: Run, checkpoint: Checkpoint, contents: ShardedContents) -> Any:
-    """Load the state that the outline in `contents` describes, with whole tensors on the CPU.
+    """Load the state that the outline in `contents` describes, with full tensors on the CPU.
 
     Raises `DamageError` if a file does not match its index.
     """

@@ -127,13 +127,13 @@ def refuse_gaps(place: str, pieces: Iterable[Piece]) -> None:
 
 
 def read_into(run: Run, checkpoint: Checkpoint, pieces: Sequence[Piece], into: dict[str, torch.Tensor]) -> None:
-    """Read pieces of a checkpoint into whole tensors or DTensors, keyed by name, like `read_pieces`."""
+    """Read pieces of a checkpoint into full tensors or DTensors, keyed by name, like `read_pieces`."""
     located = [piece._replace(file=run.key("checkpoints", checkpoint.name, piece.file)) for piece in pieces]
     read_pieces(run.storage, located, into, decode_archive)
 
 
 def read_pieces(storage: Storage, pieces: Sequence[Piece], into: dict[str, torch.Tensor], decode: Decode) -> None:
-    """Read pieces into whole tensors or DTensors, keyed by name. Torch's planner finds the needed pieces.
+    """Read pieces into full tensors or DTensors, keyed by name. Torch's planner finds the needed pieces.
 
     `Piece.file` is the file's key in `storage`. Apart from small gaps, no other bytes are read. Raises `DamageError` if
     `decode` rejects the bytes of a piece.

@@ -110,7 +110,7 @@ class Column:
         return ""
 
     def describe(self) -> Any:
-        """Return the parts of the declaration that the fingerprint contains, as JSON values."""
+        """Return the parts of the declaration that go into the fingerprint, as JSON values."""
         named = getattr(self.decode, "__qualname__", type(self.decode).__qualname__) if self.decode else ""
         identity = getattr(self.decode, "fingerprint", named)
         return [self.dtype, self.shape, self.longest, self.fill, self.cut, self.of, identity]

@@ -69,7 +69,11 @@ def _most_exact(dtype: str) -> int:
 def _tidy(
     cells: pa.ChunkedArray, dtype: str, is_integer: bool, make_error: Callable[[int, str], DataError]
 ) -> pa.ChunkedArray:
-    """Return cells that Arrow can cast to numbers, without spaces and '+', and with digits instead of booleans."""
+    """Rewrite cells so that Arrow can cast them to numbers.
+
+    Strips spaces and a leading '+', and replaces booleans with 1 and 0. If a cell is not a valid number, raises the
+    error that `make_error` returns.
+    """
     tidy = pc.replace_substring_regex(pc.utf8_trim_whitespace(cells.combine_chunks()), r"^\+", "")
     for digit, words in BOOLEANS.items():
         tidy = pc.if_else(pc.is_in(tidy, pa.array(words)), digit, tidy)

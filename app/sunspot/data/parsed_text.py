@@ -161,7 +161,7 @@ def _refuse_open_quote(content: bytes, path: str) -> None:
 
 
 def _explain_csv(content: bytes, error: Exception) -> str:
-    """Explain why CSV cannot be parsed, and how to fix it."""
+    """Explain why a CSV file cannot be parsed, and how to fix it."""
     found = _explain_text(content)
     if found:
         return found

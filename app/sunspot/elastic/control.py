@@ -109,7 +109,7 @@ class ControlChannel:
         self._errors = [*others, error]
 
     def add_hang(self, hang: Hang, late: bool) -> None:
-        """Record that a rank hung, which ends its group. `late` is True if another group has already begun."""
+        """Record that a group ends because one of its ranks hung. `late` is True if another group has already begun."""
         self._hangs.insert(0 if late else len(self._hangs), hang)
         self._judged += late
         cause = Cause.NO_ROWS if waited_for_rows(self._hangs, hang.world_size) else Cause.HUNG

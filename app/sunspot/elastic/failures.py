@@ -178,7 +178,10 @@ class FailureJudge:
         return self._another_follows(errors) and (only_lost or not self._survivor_mode)
 
     def _another_follows(self, errors: dict[int, Exception]) -> bool:
-        """Return True if another group, or the replacement of a lost process, follows these errors."""
+        """Return True if these errors lead to another group, or to the replacement of a lost process.
+
+        Returns False if these errors end the run.
+        """
         lost = [isinstance(error, LOST) for error in errors.values()]
         end = self._fetch_end(at_once=any(lost))
         if end.fatal:  # no restart can fix this error, which explains more than the others

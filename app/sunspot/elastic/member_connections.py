@@ -65,7 +65,7 @@ MOST_BYTES = 1 << 28
 
 
 def encode(message: object) -> bytes:
-    """Return a message as the bytes to send, which begin with a header."""
+    """Encode a message as bytes to send, with a header in front."""
     return _frame(zlib.compress(pickle.dumps(message), 1))
 
 

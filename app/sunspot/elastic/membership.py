@@ -223,8 +223,8 @@ class Membership:
     def decide(self, now: float) -> list[tuple[str, Message]]:
         """Return the messages to send now, each with its recipient's uid.
 
-        While a group trains, the messages do not depend on `now`, so a call returns at once unless something has
-        changed since the previous call.
+        While a group trains, the messages do not depend on `now`, so a call returns an empty list unless
+        something has changed since the previous call.
         """
         if not self._changed and (self._open or self.ended):
             return []

@@ -120,14 +120,14 @@ class MembershipServer:
     def __init__(self, size: int, control: ControlClient, degree: int = 1, sick_nodes: SickNodes | None = None) -> None:
         """Create a server for `size` processes, with `degree` processes in each replica of the model.
 
-        The server reports through `control` why groups end. `sick_nodes` finds nodes that the run should leave.
+        The server reports through `control` why groups end. `sick_nodes` finds nodes that the run should stop using.
         """
         self._control = control
         self._membership = Membership(size, degree)
         self._lock = threading.Lock()
         self._sick_nodes = sick_nodes or SickNodes()
         self._left: dict[str, str] = {}
-        "The sick nodes that were left, and the reasons."
+        "The sick nodes that were excluded, and the reasons."
         self._limited_because = ""
         "The reason for the limit on the number of members."
         self._connected: dict[MemberConnection, Member] = {}

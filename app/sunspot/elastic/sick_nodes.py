@@ -1,4 +1,4 @@
-"""Finds a sick node, so that the run can leave the node before it fails. This module does no I/O.
+"""Finds a sick node, so that the run can stop using the node before it fails. This module does no I/O.
 
 All workers wait for the slowest worker in each step, so a single slow node slows down the whole run. A hot GPU or a
 busy neighbor slows down the forward passes, in which workers do not wait for each other. The time spent waiting for
@@ -24,7 +24,7 @@ MIN_WINDOWS = 5
 """Minimum number of metric windows in which the nodes are compared."""
 
 AGAIN_AFTER_S = 1800.0
-"""Seconds until the run can leave another node. They double each time, so that a run does not shrink node by node."""
+"""Seconds until the run can exclude another node. They double each time, so that a run does not shrink node by node."""
 
 
 def step_times(attempt: int, record: Mapping[str, Any], ranks: Mapping[str, np.ndarray]) -> StepTimes:
@@ -42,7 +42,7 @@ def step_times(attempt: int, record: Mapping[str, Any], ranks: Mapping[str, np.n
 
 
 class SickNode(NamedTuple):
-    """A node that the run should leave."""
+    """A node that the run should stop using."""
 
     node: str
     "Ray's id of the node."
@@ -63,7 +63,9 @@ class SlowestNode(NamedTuple):
 def find_sick_node(
     windows: Sequence[StepTimes], group: WorkerGroup, size_without: Callable[[str], int], least: int
 ) -> SickNode | None:
-    """Return a node that slows the group down so much that the group should leave it, or None.
+    """Return the node that slows the group down so much that the group should continue without this node.
+
+    Returns None if there is no such node.
 
     `windows` are the newest metric windows, oldest first. The group's first window is ignored, because it includes the
     warm-up. `size_without` returns how many workers would remain without a node. At least `least` workers must remain,
@@ -116,7 +118,7 @@ class SickNodes:
         least: int,
         now: float,
     ) -> SickNode | None:
-        """Return the node that the group should leave, as chosen by `find_sick_node`.
+        """Return the node that the group should stop using, as chosen by `find_sick_node`.
 
         Returns None if there is no such node, or during the pause after an earlier find. `now` is the time of a
         monotonic clock, in seconds.

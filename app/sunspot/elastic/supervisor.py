@@ -164,7 +164,7 @@ class Supervisor:
                 self._leave_sick_node(self._membership, group, self._wanted.range.least)
             staying = {rank: node for rank, node in group.nodes.items() if node not in self._left}
             size = self._size_of(group, self._membership.snapshot().size, nodes)
-            group = replace(group, world_size=size, nodes=staying)  # a node that was left is not preempted
+            group = replace(group, world_size=size, nodes=staying)  # an excluded node is not preempted
         event = monitor.check(group, nodes, draining, time.monotonic())
         if event:  # handled before anything that may fail, because the monitor finds each event only once
             drain_nodes(event.spare)
@@ -189,7 +189,7 @@ class Supervisor:
             self._control.send(ControlChannel.log, f"requested workers: {describe_asked(self._asked)}")
 
     def _leave_sick_node(self, membership: MembershipServer, group: WorkerGroup, least: int) -> None:
-        """Leave a sick node of the group, if there is one, and let Ray schedule nothing more on it.
+        """Exclude a sick node of the group, if there is one, and let Ray schedule nothing more on it.
 
         The node's workers are not replaced before the next restart, which follows after SHORT_S if other nodes have
         room.
@@ -200,7 +200,7 @@ class Supervisor:
             return
         self._left.add(sick.node)
         self._gave_back = True
-        line = f"the run leaves {name_node(sick.node)}, and the other nodes keep training: {sick.why}"
+        line = f"the run stops using {name_node(sick.node)}, and the other nodes keep training: {sick.why}"
         self._control.send(ControlChannel.log, line)
         self._control.send(ControlChannel.add_left_out, [line])
         drain_nodes([sick.node], sick.why)

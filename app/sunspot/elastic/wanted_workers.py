@@ -16,7 +16,7 @@ class WantedWorkers:
     """The number of workers that a run should have, which a user can change while the run trains."""
 
     def __init__(self, run: Run, given: WorkerRange) -> None:
-        """Create the state before any request. `given` is the setting NUM_WORKERS."""
+        """Start without a user's request. `given` is the setting NUM_WORKERS."""
         self._run, self._given = run, given
         self._request: ScaleRequest | None = None
 

@@ -25,7 +25,7 @@ class Sums:
 
     @property
     def rows(self) -> int:
-        """The number of rows with a value. If it differs between names, this is the maximum."""
+        """The number of rows added. If it differs between the names of values, this is the largest number."""
         return max(self._rows.values(), default=0)
 
     def add(self, values: Batch) -> None:

@@ -214,7 +214,7 @@ def save_exhibit(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str = "")
         if find_own_status(run, driver):
             write_shown(run, TaskExhibit(checkpoint.name, checkpoint.step, parts))
     except Exception as error:
-        log.warning(f"the report has no output of the task's show function: {shorten(error)}")
+        log.warning(f"the report does not include the output of the task's show function: {shorten(error)}")
 
 
 def show(plan: Plan, run: str, checkpoint: str, use_gpu: str) -> list[Exhibit]:

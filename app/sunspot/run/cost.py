@@ -82,7 +82,7 @@ class Spending:
 
 
 class _Rate(NamedTuple):
-    """The number of an attempt's nodes, and their total hourly prices. A price is None if it is not known."""
+    """The number of an attempt's nodes, and the sums of their hourly prices. A sum is None if no price is known."""
 
     nodes: int
     unpriced: int
@@ -153,7 +153,10 @@ def hourly_price(attempt: Attempt) -> float | None:
 
 
 def _rate(attempt: Attempt) -> _Rate:
-    """Return the total hourly prices of an attempt's nodes, including the head. Each node counts once."""
+    """Count an attempt's nodes, and add up their hourly prices, both actual and on-demand.
+
+    The sums include the head's prices. A node with several workers counts once.
+    """
     from sunspot.settings import HEAD, PREFIX  # pydantic is slow to import, and most verbs do not need it
 
     metadata = attempt.metadata

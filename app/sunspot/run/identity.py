@@ -100,7 +100,7 @@ def _keep_rows(run: Run, identity: Identity, rows: Rows, environment: Mapping[st
 def refuse_other_settings(run: Run, environment: Mapping[str, str], names: Iterable[str]) -> None:
     """Raise `ConflictError` if a setting has different values in `environment` and in the run's identity.
 
-    Compares the settings in the identity and the settings `names`. Does nothing if the run has not begun.
+    The compared settings are those in the identity and those listed in `names`. Does nothing if the run has not begun.
     """
     from sunspot.settings import differences
 

@@ -31,7 +31,7 @@ class Cause(enum.StrEnum):
     SCALE_DOWN = "scale_down"
     "Workers were given back, as a user asked."
     SICK_NODE = "sick node"
-    "A node was left because it slowed down the others."
+    "A node was excluded because it slowed down the other nodes."
     JOINED = "joined"
     "A replacement joined the workers that had kept training."
     MOVED = "moved"

@@ -105,7 +105,7 @@ def describe_requester() -> str:
 
 
 def request_stop(run: Run, by: str) -> None:
-    """Ask the run to save and stop, whether it trains now or later."""
+    """Ask the run to save and stop, whether it is training now or starts later."""
     run.storage.write(run.key(STOP), to_json(asdict(Request(by, time.time()))))
 
 

@@ -147,7 +147,10 @@ def look(run: Run) -> RunSeen:
 
 
 def _list_parts(run: Run, status: Status | None) -> RunSummary:
-    """Return a summary of the run's folders, which determines the run's state if `status` is stale or None."""
+    """Return a summary of the run's folders.
+
+    If `status` is stale or None, the run's state is derived from this summary.
+    """
     folders = [run.name]
     if status:
         folders = [run.key(FOLDER), run.key("submissions")]

@@ -29,7 +29,7 @@ NODES_WITHIN_S = 600.0
 
 
 def read_sightings(storage: Storage, now: float) -> list[Sighting]:
-    """Return how many nodes recent runs in this storage got in their places. `now` is in seconds since the epoch.
+    """Return the sightings of all recent runs in this storage. `now` is in seconds since the epoch.
 
     Runs whose records are damaged are omitted.
     """
@@ -49,10 +49,11 @@ def read_sightings(storage: Storage, now: float) -> list[Sighting]:
 def find_sightings(
     attempts: Sequence[Attempt], submissions: Sequence[SubmissionRecord], status: Status | None, now: float
 ) -> Iterator[Sighting]:
-    """Yield how many nodes one run got in its places. Attempts and submissions are oldest first.
+    """Yield a sighting for each time that a run got nodes in a place, or got no nodes.
 
-    An attempt got nodes for the workers that it had. A submission that waited for NODES_WITHIN_S without an attempt
-    got no nodes. A run that is alive still has its workers, and a silent run has lost its workers.
+    Attempts and submissions are oldest first. An attempt counts as having got nodes for its workers. A submission
+    that waited longer than NODES_WITHIN_S without an attempt counts as having got no nodes. A live run still has its
+    workers, and a silent run has lost its workers.
     """
     for attempt in attempts:
         place = Owner.parse(attempt.owner).place

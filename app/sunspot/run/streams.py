@@ -24,7 +24,10 @@ from sunspot.run.size_limits import MAX_BYTES_AT_ONCE, MAX_SEGMENT_BYTES, spend
 from sunspot.storage.base import Entry, Storage
 
 SIZES = (16 << 10, 256 << 10, 4 << 20)
-"""Sizes of merged segments in bytes. A segment of the last size is neither merged again nor kept in memory."""
+"""Sizes in bytes at which segments are merged into one.
+
+A segment of the last size is neither merged again nor kept in memory.
+"""
 
 READ_TRIES = 5
 """Number of times to list a stream that keeps changing while it is read."""
@@ -52,12 +55,15 @@ def new_stream(attempt: int) -> str:
 
 
 def list_segments(storage: Storage, folder: str) -> list[Segment]:
-    """Return the segments in a folder, except merged segments, sorted by attempt, stream and line."""
+    """Return the segments in a folder, sorted by attempt, stream and line.
+
+    Segments that are contained in another segment, because they were merged into it, are left out.
+    """
     return without_merged_parts(list_all(storage, folder))
 
 
 def list_all(storage: Storage, folder: str, name: re.Pattern[str] = NAME) -> list[Segment]:
-    """Return all segments in a folder with names that match `name`, including merged segments."""
+    """Return all segments in a folder with names that match `name`, including those merged into another segment."""
     found = []
     for entry in storage.list(folder):
         match = name.fullmatch(entry.key.removeprefix(f"{folder}/"))
@@ -173,7 +179,7 @@ class StreamWriter:
         self.open: list[_Written] = []
         "Segments that can still be merged."
         self._merged: list[str] = []
-        "Keys of merged segments that have to be deleted."
+        "Keys of segments that were merged into another, and have to be deleted."
 
     def write(self, first: int, last: int, content: bytes) -> None:
         """Write the next segment. If this raises `StorageError`, the segment is not part of the stream."""

@@ -16,6 +16,6 @@ function `submit` in cluster/start.py runs the steps from preflight.py to api.py
                                a conflict, or uploads the code and replaces the RayJob (start_job)
     cluster/stopping.py        deletes the run's RayJobs that have ended (delete_jobs)
     cluster/api.py             creates the RayJob (Cluster.apply)
-    cluster/waiting.py         follows the run, and restarts it if KubeRay abandons its head pod (wait_for_end)
+    cluster/waiting.py         follows the run, and restarts it if KubeRay gives up on its head pod (wait_for_end)
     cluster/progress_lines.py  prints the result of the submission and the run's progress
 """

@@ -1,4 +1,4 @@
-"""Summarizes a trace of torch.profiler by operation."""
+"""Summarizes a torch.profiler trace by operation."""
 
 from __future__ import annotations
 

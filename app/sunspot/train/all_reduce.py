@@ -91,8 +91,8 @@ def try_all_reduce(storage_path: str, meeting: str, rank: int, gpus: int) -> Che
 def judge(timing: Timing, gpus: int) -> Check:
     """Return the result of the network check for two pods with `gpus` GPUs each.
 
-    The result is a warning if GPUs would have to wait for the network. Its text has the bandwidth in one direction in
-    Gb/s, computed like NCCL's bus bandwidth (NVIDIA, nccl-tests, PERFORMANCE.md).
+    The result is a warning if GPUs would have to wait for the network. The result's text gives the bandwidth in one
+    direction in Gb/s, computed in the same way as NCCL's bus bandwidth (NVIDIA, nccl-tests, PERFORMANCE.md).
     """
     workers = 2 * max(gpus, 1)
     gigabits = GRADIENTS * 8e-9 / timing.large_s * 2 * (workers - 1) / workers

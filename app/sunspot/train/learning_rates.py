@@ -165,7 +165,7 @@ class PlayedSchedulers:
                     "must be a function of the step; choose another scheduler"
                 )
             if not isinstance(each, LRScheduler):
-                raise SettingsError(f"{returned}; return a scheduler of torch.optim.lr_scheduler, or a dict of several")
+                raise SettingsError(f"{returned}; return a scheduler from torch.optim, or a dict of several schedulers")
             if each.optimizer not in (self._optimizer, *optimizers_in(self._optimizer)):
                 raise SettingsError(
                     f"{returned} for a different optimizer; create it with the optimizer that is passed to "

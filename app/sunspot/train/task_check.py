@@ -346,8 +346,9 @@ def refuse_infinite(learner: Learner, taken: Step) -> None:
         [group], [position] = locate_rows(source.row_groups, np.array([row]))
         raise SunspotError(
             f"{PREFIX}TASK={learner.plan.settings.task}: in step {taken.number}, the loss is not finite for {len(bad)} "
-            f"of {plural(len(losses), 'row')}, such as {losses[bad[0]]} for {source.where(int(group), int(position))}; "
-            f"check this row, or lower {PREFIX}LEARNING_RATE={learner.plan.settings.learning_rate:g}"
+            f"of {plural(len(losses), 'row')}; for example, it is {losses[bad[0]]} for "
+            f"{source.where(int(group), int(position))}; check this row, or lower "
+            f"{PREFIX}LEARNING_RATE={learner.plan.settings.learning_rate:g}"
         )
 
 

@@ -9,7 +9,7 @@
 4. `pod_problems.find_problems` explains why pods do not run. `state.judge` combines everything seen into one state
    and a reason.
 5. `records` combines cluster and storage for `status` and `list`. `progress_lines` prints progress.
-6. `waiting.wait_for_end` follows a run to its end, and restarts it if the operator abandons its head pod.
+6. `waiting.wait_for_end` follows a run to its end, and restarts it if the operator gives up on its head pod.
    `waiting.Reconciler` restarts all runs in a namespace. Given a `mover.Mover`, `wait_for_end` and `Reconciler` also
    move runs to better places.
 7. `stopping.stop_run` stops a run, and `deletion.delete_run` deletes it. `faults.FaultInjector` injects faults, and

@@ -132,7 +132,10 @@ class Mover:
         return None
 
     def rescue(self, access: RunAccess, snapshot: RunSnapshot) -> Submission | None:
-        """Move a run with an abandoned head to a better place. Return None if this fails or no place is better."""
+        """Move a run to a better place after the operator gave up on its head pod.
+
+        Returns None if this fails or no place is better.
+        """
         request, reason = self._choose(access, snapshot)
         return self._move(access.run.name, request, reason) if request else None
 

@@ -211,7 +211,7 @@ def find_missing_rights(cluster: Cluster) -> Iterator[Check]:
 
 
 def find_missing_object(cluster: Cluster, kind: str, name: str) -> Iterator[Check]:
-    """Yield a check if an object that pods require does not exist or is hidden from this user."""
+    """Yield a check if an object that pods refer to is missing, or is hidden from this user."""
     there = cluster.exists(kind, name)
     if there is False:
         what = f"{kind} {name} is not in namespace {cluster.namespace}"

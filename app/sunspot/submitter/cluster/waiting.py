@@ -1,4 +1,6 @@
-"""Waits for one run to end, or watches all runs in a namespace. Restarts runs if the operator abandons their head pod.
+"""Waits for one run to end, or watches all runs in a namespace.
+
+Restarts runs if the operator gives up on their head pods.
 
 KubeRay replaces a head pod that is gone. A head can also be unreachable for a long time, because its node is frozen or
 no node fits a new head. In this case, KubeRay fails the RayJob regardless of `backoffLimit`, although the run is
@@ -49,7 +51,7 @@ RECREATED_WITHIN_S = 900.0
 """Seconds within which Argo CD or Flux must recreate a RayJob. k8s/gitops/flux.yaml checks every 10 minutes."""
 
 RECONCILE_EVERY_S = 60.0
-"""Seconds between checks of all RayJobs. The operator itself waits for minutes before it abandons a head pod."""
+"""Seconds between checks of all RayJobs. The operator itself waits for minutes before it gives up on a head pod."""
 
 
 class Restart(NamedTuple):
@@ -63,7 +65,7 @@ class Restart(NamedTuple):
 def wait_for_end(access: RunAccess, timeout: float | None, show: ProgressLines, mover: Mover | None = None) -> RunState:
     """Follow the run until it has succeeded or been stopped, and return its state.
 
-    Restarts the run if the operator abandons its head pod. A `mover` moves the run to better places. Raises
+    Restarts the run if the operator gives up on the run's head pod. A `mover` moves the run to better places. Raises
     `SunspotError` if the run fails or is lost, `ConflictError` if it is being deleted, `NotFoundError` if it does not
     exist, `GaveUpError` after `timeout` seconds, and `ClusterError` if the API server stays unreachable.
     """
@@ -103,7 +105,8 @@ def _follow(
 ) -> tuple[RunSnapshot, Submission | None]:
     """Show every change until the run has ended or moved. Return the last snapshot, and the new RayJob after a move.
 
-    If the run failed because the operator abandoned its head, the failure is not shown, because the run might restart.
+    If the run failed because the operator gave up on its head pod, the failure is not shown, because the run might
+    restart.
     """
     outage = OutageReporter()
     again = access.arguments
@@ -131,12 +134,12 @@ def _follow(
 
 
 def head_given_up(snapshot: RunSnapshot) -> bool:
-    """Return True if the run failed only because the operator abandoned its head pod."""
+    """Return True if the run failed only because the operator gave up on its head pod."""
     return bool(snapshot.job and snapshot.job.failure == HEAD_GIVEN_UP and snapshot.state()[0] is RunState.FAILED)
 
 
 class HeadRestarts:
-    """Decides whether to restart a run after its head was abandoned, and counts the restarts."""
+    """Decides whether to restart a run after the operator gave up on its head pod, and counts the restarts."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -163,7 +166,7 @@ class HeadRestarts:
         most = settings_of(job.raw).get(MAX_STARTS) or Settings.model_fields["max_driver_starts"].default
         if self._count >= int(most):
             raise SunspotError(
-                f"{self._run.name} failed: the operator abandoned its head again after "
+                f"{self._run.name} failed: the operator gave up on the run's head pod again after "
                 f"{plural(self._count, 'restart')} without a new checkpoint; check the head's nodes, or raise "
                 f"{MAX_STARTS}"
             )

@@ -150,7 +150,7 @@ def _check_namespace(cluster: Cluster) -> Iterator[Check]:
 
 
 def _check_references(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Check]:
-    """Check that all objects that the run's pods require exist."""
+    """Check the existence of every object that the run's pods refer to."""
     for kind, name in sorted(set(find_references(manifest))):
         yield from _or_ok(find_missing_object(cluster, kind, name), f"{kind} {name}", "exists")
 
