@@ -27,8 +27,8 @@ ROW = 20
 MARGIN = 24
 """Margin around the text, in pixels."""
 
-COLOURS = {"kill -9": "#ff7b72", "again": "#e3b341", "audit": "#7ee787", "rows missing": "#e6edf3"}
-"""Colours of lines that contain these texts. In other lines, the time is FADED and the rest is PLAIN."""
+COLORS = {"kill -9": "#ff7b72", "again": "#e3b341", "audit": "#7ee787", "rows missing": "#e6edf3"}
+"""Colors of lines that contain these texts. In other lines, the time is FADED and the rest is PLAIN."""
 
 PLAIN = "#c9d1d9"
 FADED = "#8b949e"
@@ -63,10 +63,10 @@ def draw(printed: list[str]) -> str:
         time = re.match(r" *([0-9.]+) s  ", line)
         after_s = float(time[1]) / SPEED if time else after_s + 0.3 * (number > 1)
         when, what = (time[0], line[time.end() :]) if time else ("", line)
-        colour = next((colour for text, colour in COLOURS.items() if text in line), PLAIN)
+        color = next((color for text, color in COLORS.items() if text in line), PLAIN)
         rows.append(
             f'<text x="{MARGIN}" y="{MARGIN + ROW * (number + 0.7):.0f}" style="animation-duration:{after_s:.1f}s">'
-            f'<tspan fill="{FADED}">{when}</tspan><tspan fill="{colour}">{html.escape(what)}</tspan></text>'
+            f'<tspan fill="{FADED}">{when}</tspan><tspan fill="{color}">{html.escape(what)}</tspan></text>'
         )
     return f"""\
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" role="img">

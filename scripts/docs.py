@@ -34,6 +34,9 @@ DOCS = REPOSITORY / "docs"
 
 MARK = "<!-- From here on written by `python -m scripts.docs`. -->\n"
 
+ITEM_BREAK = "\n\n"
+"""Blank line between the items of a list. Items that are longer than a line are easier to read with it."""
+
 KEPT = "**kept**"
 """Mark of a setting that cannot change until a run's last step."""
 
@@ -113,10 +116,11 @@ token, a key or a password in a URL is rejected, because settings are stored wit
 This list gives each setting's default, meaning and allowed values. Error messages and `--help` show the names with the
 prefix. You can use the prefix everywhere:
 
-{chr(10).join(lines)}
+{ITEM_BREAK.join(lines)}
 
-The manifest of a job also sets variables that are not settings: the job's identity, the owner that it moves a run from,
-the archive with your own code, the length of a notice, the prices, the node groups, and the time to wait for nodes.
+The manifest of a job also sets variables that are not settings: the job's identity, the previous owner if the job moves
+a run, the archive with your own code, the length of a notice, the prices, the node groups, and the time to wait for
+nodes.
 """
 
 
@@ -164,10 +168,12 @@ def _profile_sections() -> Iterator[str]:
         yield f"\n### {title}\n"
         if about:
             yield f"{about}\n"
+        lines = []
         for name in own:
             takes = model.model_fields[name].description or ""
             meaning = " ".join(documentation.get(name, "").split())
-            yield f"- `{name}`: {meaning} *{takes}*" if meaning else f"- `{name}`: *{takes}*"
+            lines.append(f"- `{name}`: {meaning} *{takes}*" if meaning else f"- `{name}`: *{takes}*")
+        yield ITEM_BREAK.join(lines)
     yield ""
 
 
@@ -196,7 +202,8 @@ def _words(action: argparse.Action) -> str:
 
 def _arguments(actions: Sequence[argparse.Action]) -> str:
     needed = {True: " (required)", False: ""}
-    return "".join(f"- `{_words(a)}`: {a.help}{needed[a.required and bool(a.option_strings)]}\n" for a in actions)
+    lines = (f"- `{_words(a)}`: {a.help}{needed[a.required and bool(a.option_strings)]}" for a in actions)
+    return ITEM_BREAK.join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -78,9 +78,9 @@ def map_parallel(act: Callable[[Item], Result], items: Iterable[Item], at_once: 
 class Background:
     """Context manager that runs tasks every `every_s` seconds, and once more on exit.
 
-    A task that raises an error is called again after the next interval. A `SunspotError` is expected, usually because
-    storage cannot be reached. Any other error is a bug. It is logged once, and not again until the task has succeeded
-    or failed with a different error.
+    A task that raises an error is called again at the end of the next interval. A `SunspotError` is expected, usually
+    because storage cannot be reached. Any other error is a bug. It is logged once, and not again until the task has
+    succeeded or failed with a different error.
     """
 
     def __init__(self, every_s: float, *tasks: Callable[[], None]) -> None:

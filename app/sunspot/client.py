@@ -85,8 +85,8 @@ def submit(
     elsewhere, for example in another cluster.
 
     Raises `SettingsError`, `ClusterError`, `StorageError`, or `ConflictError` if the run is live with other settings or
-    elsewhere. If a check fails, no RayJob is created, but the RayJob of an earlier submission that has ended may
-    already be deleted.
+    elsewhere. If a check fails, no RayJob is created. However, the run's RayJob in another place of the profile may
+    already have been deleted, even if it was still waiting for nodes.
     """
     request = JobRequest(profile, with_place(_to_texts(settings), name, storage), image, namespace, code=code)
     rendered, cluster = render_in_place(request, context)
@@ -153,7 +153,7 @@ class Run:
         return wait_for_end(access, timeout, ProgressLines(access.run)).value
 
     def stop(self, timeout: float = 600) -> None:
-        """Ask the run to save and end, and remove its Ray cluster. `submit` continues the run.
+        """Stop the run after it has saved its state, and remove its Ray cluster. `submit` continues the run.
 
         Raises `GaveUpError` if the run has not ended after `timeout` seconds.
         """
@@ -173,13 +173,13 @@ class Run:
     def delete(self) -> None:
         """Delete the run from the cluster and from storage, permanently and without confirmation.
 
-        Raises `ConflictError` if the run is live, and `GaveUpError` if its pods do not end.
+        Raises `ConflictError` if the run is live, and `GaveUpError` if its pods do not stop.
         """
         access = reach_run(self._target, changed_by="delete")
         delete_run(access.run, find_contents(access).snapshot.cluster.jobs, access.cluster)
 
     def cost(self) -> dict[str, Any]:
-        """Return the cost of the run's nodes so far, in the format of `cost` in `status`."""
+        """Return the cost of the run's nodes so far, in the format of the key `cost` in the result of `status`."""
         seen = read_details(look(self._stored()))
         return seen.spending.record(seen.step)
 
@@ -207,9 +207,10 @@ class Run:
         return list_checkpoints(self._stored()).records()
 
     def audit(self) -> list[dict[str, int | str]]:
-        """Return how many rows each epoch consumed, missed and repeated (in a mixture, each pass through a `source`).
+        """Return how many rows each epoch consumed, missed and repeated.
 
-        Raises `DamageError` if the audit finds a fault, and `NotFoundError` if SUNSPOT_AUDIT was not set.
+        In a mixture, rows are counted for each pass through a `source` instead of each epoch. Raises `DamageError` if
+        the audit finds a fault, and `NotFoundError` if SUNSPOT_AUDIT was not set.
         """
         run = self._stored()
         proof = prove(run)
@@ -226,7 +227,7 @@ class Run:
     def logs(self, rank: int | None = None, previous: bool = False) -> str:
         """Return the output of the driver, or of the worker at `rank`.
 
-        With `previous`, return the previous start's output.
+        With `previous`, return the output from before the last restart.
         """
         run = self._stored()
         return read_stream(run, find_stream(run, rank, previous)).decode(errors="replace")

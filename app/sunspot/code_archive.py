@@ -109,7 +109,7 @@ def fetch(reference: str) -> bytes:
     if found != code_in(reference):
         raise DamageError(
             f"{CODE}={reference}: the archive has a different SHA-256, {found}, so its code is not run; "
-            "`sunspot submit --code FOLDER` uploads it again"
+            "`sunspot submit --code FOLDER` uploads your code again"
         )
     return content
 

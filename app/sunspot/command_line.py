@@ -11,7 +11,7 @@ from sunspot.spelling import NO_OTHER_NAMES, OTHER_SETTINGS, find_meant
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser that suggests a correction for a misspelt subcommand, option or setting.
+    """A parser that suggests a correction for a misspelled subcommand, option or setting.
 
     Its `--help` also lists the `settings` that the command reads.
     """
@@ -49,14 +49,14 @@ class CommandParser(argparse.ArgumentParser):
             self.deferred = None
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parse the words of a command line. An unknown word ends the process with exit code 2."""
+        """Parse the words of a command line. If a word is unknown, the process exits with code 2."""
         words = list(sys.argv[1:] if args is None else args)
         self.add_deferred_arguments()
         if self.verbs:
             if words and not words[0].startswith("-") and words[0] not in self.verbs.choices:
                 self._refuse("command", words[0], find_meant(words[0], self.verbs.choices, self.other_verbs))
             return super().parse_known_args(words, namespace)
-        # Check for misspelt options first, because argparse would report missing arguments instead.
+        # Check for misspelled options first, because argparse would report missing arguments instead.
         for word in itertools.takewhile(lambda word: word != "--", words):
             option = word.partition("=")[0]
             if word.startswith("--") and option not in self._option_string_actions:
@@ -69,7 +69,7 @@ class CommandParser(argparse.ArgumentParser):
         return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
-        """End the process like `run_and_exit` does for a `SettingsError`."""
+        """Print the message and exit, as `run_and_exit` does for a `SettingsError`."""
         self.exit(2, f"error: {message}; see `{self.prog} --help`\n")
 
     def _refuse(self, kind: str, word: str, meant: str) -> NoReturn:
@@ -87,7 +87,7 @@ class CommandParser(argparse.ArgumentParser):
         return known.get(find_meant(name, known, other_names), "")
 
     def _positional_first(self, words: Sequence[str]) -> list[str]:
-        """Move positional arguments to the front, because argparse accepts repeated ones only before options."""
+        """Move positional arguments to the front, because argparse accepts a list of them only before options."""
         positional: list[str] = []
         options: list[str] = []
         takes_value = False

@@ -144,7 +144,7 @@ def _entropy_bits(text: str) -> float:
 
 
 def find_credential_arguments(value: Any, name: str = "") -> Iterator[str]:
-    """Yield the path of each argument in a JSON value whose name indicates a credential."""
+    """Find arguments in a JSON value whose names indicate credentials, and yield their paths."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from find_credential_arguments(item, f"{name}.{key}" if name else str(key))

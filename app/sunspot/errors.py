@@ -1,4 +1,4 @@
-"""Defines the errors that users can see, with their exit codes, and ends a process with the exit code of its error."""
+"""Defines the errors that users can see, with their exit codes, and exits with the code of an error."""
 
 import contextlib
 import os
@@ -128,7 +128,7 @@ class DamageError(SunspotError):
 
 
 class TooLargeError(SunspotError):
-    """Reading would take more bytes than the reader's budget allows. The data are not necessarily damaged."""
+    """Reading would take more bytes than the reader's budget allows. The data is not necessarily damaged."""
 
     exit_code = 7
 
@@ -147,9 +147,9 @@ class EndAtOnceError(KeyboardInterrupt):
 
 
 def find_in(error: BaseException) -> SunspotError | None:
-    """Return the `SunspotError` that an error's text quotes, or else `error` if it is a `SunspotError`, or None.
+    """Return the `SunspotError` that an error's text quotes, because Ray keeps only the text of a task's error.
 
-    Ray keeps only the text of an error that a task raises.
+    If the text quotes no `SunspotError`, return `error` if it is one itself, otherwise None.
     """
     carried = re.findall(rf"^{re.escape(__name__)}\.(\w+): (.*)$", str(error), re.MULTILINE)
     if carried:

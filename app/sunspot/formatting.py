@@ -4,7 +4,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 
-COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
+COLOR = re.compile(r"\x1b\[[0-9;:]*m")
 
 UNPRINTABLE = re.compile(
     r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f"
@@ -15,9 +15,9 @@ encoded. Tabs, line ends, and the joiners that Persian and emoji need do not mat
 
 
 def visible(text: str) -> str:
-    """Return text that is safe to print on a terminal. Colours are removed, and UNPRINTABLE characters become escapes
+    """Return text that is safe to print on a terminal. Colors are removed, and UNPRINTABLE characters become escapes
     such as `\\x1b`."""
-    plain = COLOUR.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
+    plain = COLOR.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
     return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), plain)
 
 

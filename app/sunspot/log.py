@@ -19,7 +19,7 @@ WARNED = set[tuple[str, str]]()
 
 
 def print_logs(stream: Literal["stdout", "stderr"] = "stdout") -> None:
-    """Print this process's log records from now on, one per line. Warnings get the prefix `warning: `."""
+    """Make this process print its log records, one per line. Warnings get the prefix `warning: `."""
     for handler in [each for each in ROOT.handlers if isinstance(each, _Printer)]:
         ROOT.removeHandler(handler)
     ROOT.addHandler(_Printer(stream))
@@ -39,7 +39,7 @@ def sent_warnings(send: Callable[[str], object]) -> Iterator[None]:
 
 
 def warn_once(log: logging.Logger, text: str) -> None:
-    """Log a warning unless it was logged before, because a caller may find the same problem every few seconds."""
+    """Log a warning unless it was logged before. A caller may find the same problem every few seconds."""
     if (log.name, text) not in WARNED:
         WARNED.add((log.name, text))
         log.warning("%s", text)

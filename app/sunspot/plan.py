@@ -50,10 +50,11 @@ class Plan:
 
     @cached_property
     def pass_limit(self) -> int:
-        """Maximum number of rows in a forward pass: MICRO_BATCH_SIZE, or a worker's share of a step with all workers.
+        """Maximum number of rows in a forward pass.
 
-        After the loss of a worker, the other workers get larger shares but need no more memory, because they accumulate
-        gradients.
+        This is MICRO_BATCH_SIZE or, if MICRO_BATCH_SIZE is 0, a worker's share of a step when all workers train. If
+        COMPILE is on, the largest pass can also be smaller than MICRO_BATCH_SIZE. After the loss of a worker, the other
+        workers get larger shares but need no more memory, because they accumulate gradients.
         """
         settings, limit = self.settings, self.settings.micro_batch_size
         if limit and settings.compile == "off":
@@ -181,7 +182,7 @@ def lay_out(source: Source, steps: Steps) -> EpochLayout:
 
 
 def describe_batch(steps: Steps) -> str:
-    """Describe the rows of a step, which are the whole dataset if it is smaller than GLOBAL_BATCH_SIZE."""
+    """Describe the size of a step: GLOBAL_BATCH_SIZE, or the whole dataset if it has fewer rows."""
     if steps.rows >= steps.batch:
         return f"{steps.batch} rows"
     return f"{steps.rows} rows, the whole dataset (SUNSPOT_GLOBAL_BATCH_SIZE={steps.batch})"

@@ -35,8 +35,8 @@ def find_module(path: str) -> tuple[str, str]:
     first = Path(names[0])
     if first.with_suffix(SUFFIX).exists() or (first / "__init__.py").exists():
         raise SettingsError(
-            f"{path}: {first} in this folder would be imported instead; rename one of them, or run the command in "
-            f"{folder}"
+            f"{path}: {first} in the working directory would be imported instead; rename one of them, or run the "
+            f"command in {folder}"
         )
     return ".".join(names), str(folder)
 

@@ -37,7 +37,7 @@ def test_a_run_that_moves_to_another_cluster_repeats_no_step(
     assert "moving from run-1 in east, which trains until the workers here are ready" in output
     first, second = read_attempts(run)
     assert (Owner.parse(first.owner), Owner.parse(second.owner)) == (east, west)
-    assert (moved.cause, moved.replayed) == (Cause.RESUMED, 0)
+    assert (moved.cause, moved.replayed, moved.at_least) == (Cause.RESUMED, 0, False)
     assert 20 <= second.step < newest(run).step
     assert read_status(run).state is RunState.STOPPED  # type: ignore[union-attr]
     assert_audit_clean(program)

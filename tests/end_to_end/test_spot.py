@@ -77,7 +77,7 @@ def test_a_preemption_notice_costs_no_steps_and_a_lost_node_costs_only_a_few(
         wait_for_reported_step(run, 60, training)
         going.reclaim()
         notice = wait_for_receipts(run, 2, training)[-1]
-        assert (notice.cause, notice.replayed) == (Cause.PREEMPTED, 0)
+        assert (notice.cause, notice.replayed, notice.at_least) == (Cause.PREEMPTED, 0, False)
         assert (notice.world_before, notice.world_after) == (2, 1)
         assert notice.noticed is not None
         assert notice.committed is not None

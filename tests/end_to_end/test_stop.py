@@ -87,7 +87,7 @@ def test_a_driver_that_receives_a_signal_saves_before_it_exits(
 
 
 @pytest.mark.slow
-def test_a_second_ctrl_c_ends_the_driver_immediately(program: Program, make_data: Callable[..., str]) -> None:
+def test_a_second_ctrl_c_stops_the_driver_immediately(program: Program, make_data: Callable[..., str]) -> None:
     run = the_run(program)
     process = program.start(**SLOW, DATASET=make_data(2000), JOB_ID="")
     wait_for_step(run, 50, process)

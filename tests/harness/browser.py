@@ -51,7 +51,7 @@ class Browser:
         self._url = f"{server}/session/{session}"
 
     def show(self, page: Path | str, width: int, scheme: str) -> None:
-        """Open a file or an address in a window of this width, with the colour scheme `light` or `dark`."""
+        """Open a file or an address in a window of this width, with the color scheme `light` or `dark`."""
         metrics = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 600}
         self._devtools("Emulation.setDeviceMetricsOverride", **metrics)
         self._devtools("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])

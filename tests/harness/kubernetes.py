@@ -168,8 +168,8 @@ class FakeCluster:
     def list_jobs(self, labels: str) -> list[dict[str, Any]]:
         name, equals, value = labels.partition("=")
         with self.lock:
-            labelled = [(job, job["metadata"].get("labels", {}).get(name)) for job in self.jobs.values()]
-            return [job for job, found in labelled if found is not None and (not equals or found == value)]
+            labeled = [(job, job["metadata"].get("labels", {}).get(name)) for job in self.jobs.values()]
+            return [job for job, found in labeled if found is not None and (not equals or found == value)]
 
 
 class _Server(ThreadingHTTPServer):

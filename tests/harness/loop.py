@@ -36,8 +36,8 @@ from sunspot.run.attempts import Attempt
 from sunspot.run.identity import Rows, record_identity
 from sunspot.settings import IDENTITY, Settings
 from sunspot.tasks import load_task
-from sunspot.train.build import build_model, build_optimizer, load_rest
-from sunspot.train.learner import Learner
+from sunspot.train.build import build_model, build_optimizer
+from sunspot.train.learner import Learner, load_rest
 from sunspot.train.learning_rates import LearningRates
 from sunspot.train.loop import train
 from sunspot.train.worker import GroupStart, Worker
@@ -133,11 +133,11 @@ def _take_part(plan: Plan, run: Run, killed_at: int, group: dist.ProcessGroup) -
     worker = join_run(plan, run, "me", group)
     took_step = worker.checkpoints.took_step
 
-    def took_or_die(step: int, rows: torch.Tensor | None) -> None:
+    def took_or_die(step: int, rows: torch.Tensor | None, in_doubt: bool) -> None:
         if step == killed_at:
             worker.checkpoints.drain()
             os.kill(os.getpid(), signal.SIGKILL)
-        took_step(step, rows)
+        took_step(step, rows, in_doubt)
 
     worker.checkpoints.took_step = took_or_die
     QuietWorker.losses = []

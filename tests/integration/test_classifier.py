@@ -145,14 +145,14 @@ def test_the_error_for_images_of_the_wrong_shape_includes_both_shapes(
 
 def test_files_without_suitable_images_are_rejected(classifier: Classifier, tmp_path: Path) -> None:
     Image.new("L", (SIDE + 1, SIDE)).save(tmp_path / "wide.png")
-    Image.new("RGB", (SIDE, SIDE)).save(tmp_path / "colour.jpeg")
+    Image.new("RGB", (SIDE, SIDE)).save(tmp_path / "color.jpeg")
     np.save(tmp_path / "floats.npy", np.zeros(SHAPE))
     (tmp_path / "text.png").write_text("no image")
     (tmp_path / "pickled.npy").write_bytes(b"")
     np.save(tmp_path / "pickled.npy", np.array([Trap(tmp_path / "trapped")], dtype=object), allow_pickle=True)
     for name, seen in {
-        "wide.png": "8 x 9 .*needs images of 8 x 8 in grey",
-        "colour.jpeg": "8 x 8 .*in colour.*needs images of 8 x 8 in grey",
+        "wide.png": "8 x 9 .*needs gray images of 8 x 8",
+        "color.jpeg": "8 x 8 .*in color.*needs gray images of 8 x 8",
         "floats.npy": r"float64 \[1, 8, 8\].*needs uint8 \[1, 8, 8\]",
         "text.png": "is not a PNG or JPEG, or is damaged",
         "pickled.npy": "an array of object",

@@ -130,7 +130,7 @@ def test_checkpoints_can_be_loaded_with_any_number_of_replicas(groups: Path) -> 
     assert_close(load_model(run, final), load_model(*of(groups, "ddp")), **TOLERANCE)
 
 
-def test_each_replica_writes_a_share_of_a_shard(groups: Path) -> None:
+def test_replicas_divide_the_writing_of_each_shard(groups: Path) -> None:
     run, early = of(groups, "hsdp", 2)
     pieces = read_index(run, early)
     by_rank = [{piece.name for piece in pieces if piece.file.startswith(f"__{rank}_")} for rank in range(4)]
@@ -155,7 +155,7 @@ def test_the_last_checkpoint_of_a_sharded_run_also_has_the_model_in_one_file(gro
         pytest.param("replaced", 4, id="another node replaces it"),
         pytest.param("smaller", 4, id="one rank fewer"),
         pytest.param("damaged", 2, id="one copy is damaged, so an older one is used"),
-        pytest.param("adjacent", 0, id="the neighbouring node is lost, too, so no copy is left"),
+        pytest.param("adjacent", 0, id="the neighboring node is lost, too, so no copy exists"),
     ],
 )
 def test_a_group_that_loses_a_node_continues_from_its_in_memory_copy(name: str, step: int, groups: Path) -> None:

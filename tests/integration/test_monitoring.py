@@ -168,7 +168,7 @@ def test_prometheus_is_allowed_to_scrape_every_pod() -> None:
         assert [str(port["port"]) for port in rule["ports"]] == [group["rayStartParams"]["metrics-export-port"]]
 
 
-def test_relabelling_rules_keep_the_exported_metrics() -> None:
+def test_relabeling_rules_keep_the_exported_metrics() -> None:
     keep, drop = load("podmonitor.yaml")["spec"]["podMetricsEndpoints"][0]["metricRelabelings"]
     assert keep["action"] == "keep"
     assert all(re.fullmatch(keep["regex"], name) for name in wanted())

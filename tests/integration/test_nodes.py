@@ -375,7 +375,7 @@ def test_a_group_restarts_when_nodes_join_are_preempted_or_are_lost(
         )
 
 
-def test_a_group_is_ended_early_only_if_the_next_group_must_wait_for_nodes() -> None:
+def test_a_group_is_stopped_early_only_if_the_next_group_must_wait_for_nodes() -> None:
     """Ray ends the old group itself, at once and in its own order, if there are enough nodes for the next group."""
     ended: list[str] = []
     [callback] = end_groups_at_once()
@@ -472,7 +472,7 @@ def test_the_autoscaling_coordinator_requests_nodes_of_each_node_group(no_coordi
     remove_coordinator()
 
 
-def test_the_autoscaling_coordinator_offers_only_room_for_whole_replicas(no_coordinator: None) -> None:
+def test_the_autoscaling_coordinator_offers_only_resources_for_whole_replicas(no_coordinator: None) -> None:
     assert install_coordinator() == 0
     cpu = {"CPU": 0.25}
     offer_whole_replicas(cpu, 3)

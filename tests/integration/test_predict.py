@@ -227,8 +227,8 @@ def test_a_killed_prediction_job_resumes_with_the_missing_output_files(
 @pytest.mark.slow
 def test_rows_without_labels_are_predicted(predict: Predict, finished_run: FinishedRun, tmp_path: Path) -> None:
     table = pq.read_table(f"{finished_run.data}/test/part.parquet")
-    pq.write_table(table.drop_columns("label"), tmp_path / "unlabelled.parquet")
-    words = ["--dataset", str(tmp_path / "unlabelled.parquet"), "--output", str(tmp_path / "out"), "--workers", "1"]
+    pq.write_table(table.drop_columns("label"), tmp_path / "unlabeled.parquet")
+    words = ["--dataset", str(tmp_path / "unlabeled.parquet"), "--output", str(tmp_path / "out"), "--workers", "1"]
     found = predict(str(finished_run.directory(finished_run.newest)), *words)
     assert (found["accuracy"], found["rows"], found["split"]) == (None, TEST_ROWS, "train")
     predictions, _ = Classifier("run", storage=finished_run.storage).predict(finished_run.rows()["image"])
@@ -253,7 +253,7 @@ def test_predictions_of_different_weights_are_not_mixed(tmp_path: Path, monkeypa
         return predict_batch.open_output(storage, model, source, parts)
 
     assert open_for("a" * 64) == open_for("a" * 64) == set()
-    with pytest.raises(ConflictError, match="contains other predictions"):
+    with pytest.raises(ConflictError, match="contains predictions other than the requested ones"):
         open_for("b" * 64)
 
 
@@ -271,7 +271,7 @@ def test_a_file_with_rows_outside_the_range_in_its_name_is_rejected(tmp_path: Pa
     pq.write_table(table_of(0, 1), tmp_path / parts[0].key)
     assert predict_batch.count_correct(storage, parts) == (True, 2)
     pq.write_table(table_of(1, 2), tmp_path / parts[0].key)
-    with pytest.raises(DamageError, match="the row numbers do not match the range in the name"):
+    with pytest.raises(DamageError, match="the row numbers do not match the range in the file's name"):
         predict_batch.count_correct(storage, parts)
 
 

@@ -56,7 +56,7 @@ def test_the_next_trainer_knows_the_progress_of_the_previous_one() -> None:
     before, after = LocalControl(), LocalControl()
     before.send(ControlChannel.begin_group, worker_group(1, "a"))
     before.send(ControlChannel.set_progress, Progress(step=7))
-    before.send(ControlChannel.add_loss, "a", Incident(Cause.WORKER_LOST, "rank 0 on a", 100.0))
+    before.send(ControlChannel.add_loss, "a", Incident(Cause.WORKER_LOST, "rank 0 on a", 100.0), others_train=True)
     before.send(ControlChannel.explain_loss, "out of memory: 2.90 of 3.00 GiB in use on a")
     end, incident = before.call(ControlChannel.group_end), before.call(ControlChannel.incident)
     outcome = GroupOutcome(EndReason.WORKERS_FAILED, TrainingFailedError("all workers are gone"), end, incident)

@@ -81,10 +81,10 @@ def test_held_out_rows_are_evaluated_with_the_metrics_of_the_trainer(trained: Pa
 
 def test_an_unsupported_transformers_trainer_is_rejected(trained: Path) -> None:
     messages = {
-        "auto_find_batch_size": "its arguments contain auto_find_batch_size=True; remove this argument",
-        "enable_jit_checkpoint": "its arguments contain enable_jit_checkpoint=True; remove this argument",
+        "auto_find_batch_size": "the Trainer's arguments contain auto_find_batch_size=True; remove this argument",
+        "enable_jit_checkpoint": "the Trainer's arguments contain enable_jit_checkpoint=True; remove this argument",
         "optim": "optim='lomo' changes weights in the backward pass; choose another optimizer",
-        "left_out": "the train_dataset of its RowTrainer has 39 rows, but build_dataset returned 40",
+        "left_out": "the RowTrainer's train_dataset has 39 rows, but build_dataset returned 40",
     }
     for name, said in read(trained, "refused").items():
         assert said.startswith(f"SUNSPOT_TASK=tests.tasks.adapting_trainer: {messages[name]}"), name

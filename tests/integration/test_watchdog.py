@@ -107,7 +107,7 @@ def left_behind(run: Run) -> list[Path]:
     return list(hang.stacks_folder().glob(f"{hang.stacks_prefix(run)}*"))
 
 
-def test_a_rank_that_hangs_records_its_stacks_and_ends(run: Run) -> None:
+def test_a_rank_that_hangs_records_its_stacks_and_exits(run: Run) -> None:
     hangs = """
         watchdog.heartbeat(41)
         def consume_batch():
@@ -156,7 +156,7 @@ def test_a_rank_that_hangs_records_its_stacks_and_ends(run: Run) -> None:
         ),
     ],
 )
-def test_a_rank_that_makes_progress_is_not_ended(run: Run, train: str) -> None:
+def test_a_rank_that_makes_progress_is_not_stopped(run: Run, train: str) -> None:
     code, output, _ = run_rank(run, train)
     assert code == 0, output
     assert "trained" in output
@@ -178,7 +178,7 @@ def test_a_rank_has_more_time_for_its_first_step(run: Run) -> None:
     assert event["detail"].startswith("rank 1: no step for 4 s")
 
 
-def test_a_rank_that_waits_too_long_for_other_ranks_before_training_is_ended(run: Run) -> None:
+def test_the_watchdog_stops_a_rank_that_waits_too_long_for_its_group_to_start(run: Run) -> None:
     """Such a rank gets no additional time for a first step, and its hang is recorded with the previous attempt."""
     claim(run, [], Attempt(1, "job", None, 0))
     waits = """
@@ -198,7 +198,7 @@ def test_a_rank_that_waits_too_long_for_other_ranks_before_training_is_ended(run
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_after_a_pause_is_ended(run: Run) -> None:
+def test_a_rank_that_hangs_after_a_pause_is_stopped(run: Run) -> None:
     code, output, _ = run_rank(
         run, "watchdog.heartbeat(41)\nwith watchdog.paused():\n    time.sleep(3)\ntime.sleep(1000)"
     )
@@ -273,7 +273,7 @@ def test_a_stack_dump_of_another_user_is_neither_read_nor_reported(run: Run, kin
     assert (told, read_journal(run, "events")) == ([], [])
 
 
-def test_a_rank_ends_even_if_storage_and_the_control_channel_hang(run: Run) -> None:
+def test_a_rank_exits_even_if_storage_and_the_control_channel_hang(run: Run) -> None:
     hangs = """
         def never(*words):
             print("asked", flush=True)
@@ -294,7 +294,7 @@ def test_a_rank_ends_even_if_storage_and_the_control_channel_hang(run: Run) -> N
 
 
 @pytest.mark.slow
-def test_the_timer_ends_a_rank_that_hangs_while_it_reports(run: Run) -> None:
+def test_the_timer_stops_a_rank_that_hangs_while_it_reports(run: Run) -> None:
     code, _, seconds = run_rank(
         run, "hang.describe = lambda *a: ctypes.PyDLL(None).sleep(1000)\nwatchdog.heartbeat(41)\ntime.sleep(1000)"
     )
@@ -303,7 +303,7 @@ def test_the_timer_ends_a_rank_that_hangs_while_it_reports(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_the_watchdog_does_not_affect_how_a_forked_child_ends(run: Run) -> None:
+def test_the_watchdog_does_not_affect_how_a_forked_child_exits(run: Run) -> None:
     forks = """
         import os, signal
         time.sleep(2)  # by now the timer is set
@@ -463,7 +463,7 @@ def test_records_from_several_journals_are_read_in_order(run: Run) -> None:
     assert [(record["attempt"], record["step"]) for record in read_journal(run, "events")] == [(1, 0), (1, 1), (1, 2)]
 
 
-def test_a_process_that_hangs_before_its_first_step_ends_itself() -> None:
+def test_a_process_that_hangs_before_its_first_step_exits() -> None:
     """No other rank can end a process that hangs while its group forms, for example."""
     program = """
         import ctypes, sys, time
@@ -480,7 +480,7 @@ def test_a_process_that_hangs_before_its_first_step_ends_itself() -> None:
         ended = subprocess.run(command, cwd=REPOSITORY, text=True, capture_output=True, timeout=120)
         assert ended.returncode == 1
         assert 'File "<string>"' in ended.stderr, "the output shows where the process hung"
-    assert "this process ends, because it waited more than 1 s until a group of 3 formed" in ended.stderr
+    assert "this process exits, because it waited more than 1 s until a group of 3 formed" in ended.stderr
 
 
 def test_pausing_the_watchdog_enters_the_given_context_manager(run: Run) -> None:

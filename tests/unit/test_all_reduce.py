@@ -97,7 +97,7 @@ def test_the_network_is_read_from_the_nccl_log(network: str, tmp_path: Path) -> 
     assert read_network(log) == network
 
 
-def test_the_nccl_log_is_private_and_is_deleted_when_the_process_ends() -> None:
+def test_the_nccl_log_is_private_and_is_deleted_when_the_process_exits() -> None:
     program = "from sunspot.parallel.nccl_log import own_log; log = own_log(); log.touch(); "
     program += "print(log, oct(log.parent.stat().st_mode)[-3:], log == own_log())"
     said = subprocess.check_output([sys.executable, "-c", program], text=True, timeout=60)

@@ -158,12 +158,12 @@ def test_weights_that_change_before_the_optimizer_step_are_reported(
     assert "1 parameter changed outside of the optimizer's step, such as head.weight: " in caplog.text
 
 
-def test_unread_arguments_and_misspelt_functions_are_reported(
+def test_unread_arguments_and_misspelled_functions_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     reads = TASK.replace("return Net()", 'settings.task_args.get("hidden"); return Net()')
-    misspelt = "def checkpoint_file(model, state): return {}\n"
-    check_task(tmp_path, reads + misspelt, monkeypatch, TASK_ARGS='{"hiden": 32}')
+    misspelled = "def checkpoint_file(model, state): return {}\n"
+    check_task(tmp_path, reads + misspelled, monkeypatch, TASK_ARGS='{"hiden": 32}')
     assert "SUNSPOT_TASK_ARGS: the task has not read hiden; did you mean hidden?" in caplog.text
     assert "did you mean checkpoint_files?" in caplog.text
 

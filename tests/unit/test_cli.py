@@ -242,7 +242,7 @@ def test_an_empty_storage_option_is_rejected(capsys: pytest.CaptureFixture[str])
     assert StorageCommand("", capsys)("metrics", "run").code == 2
 
 
-def test_a_misspelt_setting_is_rejected(sunspot: StorageCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_misspelled_setting_is_rejected(sunspot: StorageCommand, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SUNSPOT_STORAGE_PAHT", "/elsewhere")
     answer = sunspot("metrics", "run")
     assert answer.code == 2

@@ -182,7 +182,7 @@ def test_a_missing_run_raises_not_found(run: StoredRun) -> None:
 
 
 @pytest.mark.parametrize("call", ["Run(*sys.argv[1:]).predict([])", "train(sys.argv[1], storage=sys.argv[2])"])
-def test_methods_name_the_missing_extra_that_they_need(call: str, run: StoredRun) -> None:
+def test_the_error_for_a_missing_extra_names_the_call_that_needs_it(call: str, run: StoredRun) -> None:
     program = f"{WITHOUT}from sunspot.client import Run, train; {call}"
     begin(run)
     answer = process("run", run.storage.locate(""), program=program)

@@ -219,11 +219,11 @@ def limit_cpus(cluster: FakeCluster) -> None:
             "KubeRay operator",
             lambda c: c.documents.update({"/api/v1/pods": {"items": []}}),
             "failed",
-            "no pod labelled app.kubernetes.io/component=kuberay-operator runs",
+            "no pod labeled app.kubernetes.io/component=kuberay-operator runs",
             "without it, runs wait forever",
         ),
-        ("KubeRay operator", crash_operator, "failed", "1 pod labelled", "find out why it does not run"),
-        ("KubeRay operator", hide_operator, "warning", "no pod labelled", "add-on, whose pods are hidden"),
+        ("KubeRay operator", crash_operator, "failed", "1 pod labeled", "find out why it does not run"),
+        ("KubeRay operator", hide_operator, "warning", "no pod labeled", "add-on, whose pods are hidden"),
         ("KubeRay operator", make_old, "warning", "operator:v1.6.2", "upgrade it"),
         (
             "time for a new head",
@@ -420,7 +420,7 @@ def test_doctor_matches_pods_to_nodes_as_the_scheduler_does() -> None:
     ]
     assert [find_room(worker, each) for each in nodes] == [
         *[(1, "")] * 2,  # by the CPUs, two GPUs of one node serve one pod
-        (0, "not labelled cloud.google.com/gke-spot=true"),
+        (0, "not labeled cloud.google.com/gke-spot=true"),
         (0, "taint team not tolerated"),
         (0, f"without {gpu}"),
     ]

@@ -25,10 +25,10 @@ from tests.harness.datasets import everything, put_mnist, refusal
 REPOSITORY = Path(__file__).parents[2]
 
 
-def put_images(folder: Path, colour: tuple[int, int, int], count: int, size: tuple[int, int] = (20, 12)) -> None:
+def put_images(folder: Path, color: tuple[int, int, int], count: int, size: tuple[int, int] = (20, 12)) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(count):
-        Image.new("RGB", size, colour).save(folder / f"{number}.png")
+        Image.new("RGB", size, color).save(folder / f"{number}.png")
 
 
 def class_names(path: Path) -> list[str]:
@@ -92,7 +92,7 @@ def test_image_folders_without_splits_are_shuffled_reproducibly(tmp_path):
     assert (tmp_path / "one/part-00000.parquet").read_bytes() == (tmp_path / "two/part-00000.parquet").read_bytes()
 
 
-def test_grey_images_are_cropped_to_the_centre_and_stay_grey(tmp_path):
+def test_gray_images_are_center_cropped_and_stay_gray(tmp_path):
     (tmp_path / "root" / "a").mkdir(parents=True)
     pixels = np.zeros((10, 30), np.uint8)
     pixels[:, 10:20] = 200

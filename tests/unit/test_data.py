@@ -161,12 +161,12 @@ def test_16_bit_pixels_are_scaled_rather_than_clipped(tmp_path):
     np.testing.assert_array_equal(source.read(0)["image"][0, 0, 0], [0, 1, 0x12, 255])
 
 
-def test_grey_images_become_colour_but_colour_images_stay_colour(tmp_path):
-    grey, colour = random_images(4, 4), random_images(4, 4, 3)
-    source = open_images(str(write(tmp_path / "a.parquet", pa.array([encode(colour), encode(grey)]), [0, 1])))
-    np.testing.assert_array_equal(source.read(0)["image"][1], np.stack([grey] * 3))
-    source = open_images(str(write(tmp_path / "b.parquet", pa.array([encode(grey), encode(colour)]), [0, 1])))
-    with refusal(DataError, "b.parquet", "row 1", "colour"):
+def test_gray_images_are_converted_to_color_but_color_images_are_never_converted_to_gray(tmp_path):
+    gray, color = random_images(4, 4), random_images(4, 4, 3)
+    source = open_images(str(write(tmp_path / "a.parquet", pa.array([encode(color), encode(gray)]), [0, 1])))
+    np.testing.assert_array_equal(source.read(0)["image"][1], np.stack([gray] * 3))
+    source = open_images(str(write(tmp_path / "b.parquet", pa.array([encode(gray), encode(color)]), [0, 1])))
+    with refusal(DataError, "b.parquet", "row 1", "color"):
         source.read(0)
 
 

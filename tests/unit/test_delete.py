@@ -398,7 +398,7 @@ def test_delete_removes_attempts_and_manifests_first_and_the_records_of_the_run_
     assert {key for group in groups for key in group} == files_of(run)
 
 
-def test_a_failed_deletion_lists_what_is_left_and_can_be_repeated(
+def test_a_failed_deletion_lists_what_remains_and_can_be_repeated(
     s3_proxy: FaultProxy, bucket_run: Run, in_bucket: Command, cluster: FakeCluster
 ) -> None:
     fill(bucket_run)
@@ -410,7 +410,7 @@ def test_a_failed_deletion_lists_what_is_left_and_can_be_repeated(
     s3_proxy.on(lambda r: r.method == "DELETE" and model in r.path, s3.answer(403, "AccessDenied"))
     assert in_bucket("delete", "run", "--yes", "--json") == 4
     assert "cannot delete" in in_bucket.err
-    assert "run is only partly deleted; what is left: " in in_bucket.err
+    assert "run was only partly deleted. Remaining: " in in_bucket.err
     assert "`sunspot delete run --storage" in in_bucket.err
     assert in_bucket.json["removed"] is False
     assert in_bucket.json["left"]["files"] == len(files_of(bucket_run)) > 0
@@ -468,7 +468,7 @@ def test_nothing_is_removed_from_storage_if_the_rayjob_cannot_be_deleted(
     before = files_of(run)
     assert sunspot("delete", "run", "--yes") == 4
     assert 'User "me" cannot delete rayjobs' in sunspot.err
-    assert "only partly deleted; what is left: 1 RayJob with 2 pods" in sunspot.err
+    assert "only partly deleted. Remaining: 1 RayJob with 2 pods" in sunspot.err
     assert files_of(run) == before | {run.key(DELETION)}
 
 
@@ -524,7 +524,7 @@ def test_an_interrupted_deletion_is_reported(sunspot: Command, run: Run, monkeyp
 
     monkeypatch.setattr(LocalStorage, "delete_many", interrupt)
     assert sunspot("delete", "run", "--yes") == 130
-    assert "run is only partly deleted; what is left: " in sunspot.err
+    assert "run was only partly deleted. Remaining: " in sunspot.err
 
 
 def test_a_deleted_name_can_be_used_again(sunspot: Command, run: Run) -> None:

@@ -883,16 +883,23 @@ def test_doctor_reports_a_save_that_takes_longer_than_the_notice(run: Run, sunsp
     assert (notice["save_s"], notice["notice_s"]) == (40.0, 27.0)
 
 
-def test_doctor_reports_the_goodput_lost_to_incidents(run: Run, sunspot: Command) -> None:
+@pytest.mark.parametrize(
+    ("steps", "at_least", "advice"),
+    [(2, False, "2 steps"), (2, True, "at least 2 steps"), (0, True, "an unknown number of steps")],
+)
+def test_doctor_reports_the_goodput_lost_to_incidents(
+    steps: int, at_least: bool, advice: str, run: Run, sunspot: Command
+) -> None:
     first = trains(run)
     write_receipt(run, first, 0, Cause.BEGIN)
     second = start(run, "job", commit(run, first, 5).name, world_size=2, tier="storage")
-    write_receipt(run, second, 1, Cause.NODE_LOST, worker_seconds_lost=20.0, last_step=7)
+    lost = {"worker_seconds_lost": 20.0, "last_step": 5 + steps, "at_least": at_least}
+    write_receipt(run, second, 1, Cause.NODE_LOST, **lost)
     low = findings(sunspot)["low goodput"]
     assert low["worker_seconds_lost"] == {"node lost": 20}
-    assert low["steps_replayed"] == 2
+    assert (low["steps_replayed"], low["replayed_at_least"]) == (steps, at_least)
     assert "1 node lost (20 worker-seconds)" in low["evidence"]
-    assert "2 steps had to be repeated; more frequent checkpoints" in low["advice"]
+    assert f"; {advice} had to be repeated; more frequent checkpoints" in low["advice"]
 
 
 @pytest.mark.parametrize(

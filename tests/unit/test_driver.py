@@ -166,6 +166,23 @@ def test_the_status_of_a_second_driver_is_used_after_the_first_driver_is_gone(
     assert state(run)[0] is RunState.SUCCEEDED
 
 
+def test_a_driver_that_claims_nothing_keeps_the_record_of_a_saved_last_step(
+    run: Run, set_constants: SetConstants
+) -> None:
+    trains = Status(RunState.RUNNING, "job", attempt=start(run, "job").number, driver=new_driver())
+    write_status(run, trains)
+    second = new_driver()
+    with recorded_outcome(Claimant(run, "another", second), None, 10):
+        write_status(run, replace(trains, saved=True))
+        set_constants("sunspot.run.status", SILENT_AFTER_S=-1.0)
+    with recorded_outcome(Claimant(run, "job", new_driver()), None, 10):
+        assert read_status(run, second).saved
+        assert read_status(run).saved
+    start(run, "job")
+    with recorded_outcome(Claimant(run, "job", new_driver()), None, 10):
+        assert not read_status(run).saved, "the attempt may have taken steps"
+
+
 @pytest.mark.parametrize("owner", ["job", "another"])
 @pytest.mark.parametrize("claimed", [False, True])
 def test_a_frozen_driver_does_not_take_the_run_back_from_a_newer_driver(claimed: bool, owner: str, run: Run) -> None:
@@ -339,7 +356,7 @@ def test_simultaneous_submissions_of_a_run_get_different_numbers(run: Run, monke
     assert newest_submission(run) == SubmissionRecord("a", server="2")
 
 
-def test_colours_are_removed_from_logs(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_colors_are_removed_from_logs(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     with shipped_driver_output(run):
         print("\x1b[33m(raylet)\x1b[0m a node died")
     [stream] = list_streams(run)

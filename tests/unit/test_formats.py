@@ -224,8 +224,8 @@ def test_rows_to_predict_can_lack_labels_and_use_the_classes_of_the_model(tmp_pa
         path.write_text(text)
         assert rows_to_predict(path)["x"].tolist() == [1, 2]
     for missing in (None, math.nan):  # pandas writes both
-        unlabelled = pa.table({"x": [1.0, 2.0], "label": pa.array([missing, missing], pa.float64())})
-        pq.write_table(unlabelled, tmp_path / "a.parquet")
+        unlabeled = pa.table({"x": [1.0, 2.0], "label": pa.array([missing, missing], pa.float64())})
+        pq.write_table(unlabeled, tmp_path / "a.parquet")
         assert list(rows_to_predict(tmp_path / "a.parquet")) == ["x"]
 
 

@@ -84,12 +84,12 @@ def parquet(image: pa.Array, **options: Any) -> bytes:
     return sink.getvalue()
 
 
-GREY = random_images(4, 5, 5)
+GRAY = random_images(4, 5, 5)
 
 PARQUET = [
-    parquet(pa.FixedShapeTensorArray.from_numpy_ndarray(GREY), row_group_size=2),
-    parquet(pa.FixedShapeTensorArray.from_numpy_ndarray(GREY), compression="zstd", use_dictionary=False),
-    parquet(pa.array(GREY.tolist()), compression="none"),
+    parquet(pa.FixedShapeTensorArray.from_numpy_ndarray(GRAY), row_group_size=2),
+    parquet(pa.FixedShapeTensorArray.from_numpy_ndarray(GRAY), compression="zstd", use_dictionary=False),
+    parquet(pa.array(GRAY.tolist()), compression="none"),
     parquet(pa.array([image_bytes("PNG")] * 4), compression="gzip", data_page_version="2.0"),
 ]
 

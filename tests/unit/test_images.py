@@ -38,7 +38,7 @@ def save(form: str, size: tuple[int, int] = (8, 8), mode: str = "RGB", **options
 
 
 def png(width: int, height: int, content: bytes = b"") -> bytes:
-    """Return a grey PNG with the given size in its header."""
+    """Return a gray PNG with the given size in its header."""
 
     def chunk(name: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
@@ -88,7 +88,7 @@ def test_unsupported_image_formats_are_rejected(decode: Decode, form: str, monke
 
 @both
 def test_animated_images_are_rejected(decode: Decode) -> None:
-    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
+    frames = [Image.new("RGB", (8, 8), color) for color in ("red", "blue")]
     with pytest.raises(SunspotError, match=r"an animation of \d+ frames; use a single image"):
         decode(save("PNG", save_all=True, append_images=frames))
 
@@ -229,7 +229,7 @@ def pages(*kinds: int) -> bytes:
         (tiff([16], SIXTEEN_BITS.tobytes(), photometric=0), "a 16-bit negative"),
         (tiff([8] * 4, bytes(32), photometric=2, extra=(0,)), "has channels besides"),
         (tiff([8] * 5, bytes(40), photometric=2, extra=(2, 0)), "has channels besides"),
-        (tiff([8] * 3, bytes(24), photometric=8), "LAB colours"),
+        (tiff([8] * 3, bytes(24), photometric=8), "LAB colors"),
         (pages(0, 0, 0), "has 3 pages"),
         (pages(1, 0), "has 2 pages"),
         (b"Pf 8 8 -1.0\n" + bytes(256), "floating-point pixels"),

@@ -104,6 +104,16 @@ def test_invalid_receipts_are_skipped(change: dict[str, Any]) -> None:
             "0 worker-seconds lost, from memory",
         ),
         (
+            {"cause": Cause.DRIVER_LOST, "last_step": 13, "at_least": True},
+            "driver lost: first step 10.0 s after the last step that counts, at least 3 steps replayed, 2 workers, "
+            "0 worker-seconds lost, from memory",
+        ),
+        (
+            {"cause": Cause.DRIVER_LOST, "at_least": True},
+            "driver lost: first step 10.0 s after the last step that counts, an unknown number of steps replayed, "
+            "2 workers, 0 worker-seconds lost, from memory",
+        ),
+        (
             {"cause": Cause.BEGIN, "world_before": 0, "tier": "beginning", "restarted": 15.0},
             "begin: first step 5.0 s after the start, 0 steps replayed, 2 workers, 0 worker-seconds lost, "
             "from the beginning",

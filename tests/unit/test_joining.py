@@ -40,12 +40,12 @@ def config(run: Run, monkeypatch: pytest.MonkeyPatch) -> WorkerConfig:
     return WorkerConfig(plan, "me", "", LocalControl(), threads=1, collective_timeout_s=300)
 
 
-def survivor_that(**behaviour: Any) -> Any:
+def survivor_that(**behavior: Any) -> Any:
     """Return a fake survivor that has trained before and keeps no state."""
-    return MagicMock(**{"others_train": False, "replaces": False, "kept": None, **behaviour})
+    return MagicMock(**{"others_train": False, "replaces": False, "kept": None, **behavior})
 
 
-def test_a_process_ends_without_waiting_for_output_if_no_further_group_forms(config: WorkerConfig) -> None:
+def test_a_process_exits_without_waiting_for_output_if_no_further_group_forms(config: WorkerConfig) -> None:
     survivor = survivor_that(form=lambda: None)
     with Joining(config, survivor) as joined:
         assert joined.form() is None
@@ -107,6 +107,22 @@ def test_building_a_worker_loads_the_state_and_frees_its_memory(
         assert joined._found is None
     assert (loaded, built) == ([found], [state])
     assert "rank 1 of 2 on cpu" in capsys.readouterr().out
+
+
+def test_a_process_whose_group_loads_a_saved_state_frees_its_model_first(
+    config: WorkerConfig, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All workers build new models together, because a process without a model would wait for the others there."""
+    survivor = survivor_that()
+    freed = list[bool]()
+    monkeypatch.setattr(joining, "load_start", lambda *_: freed.append(survivor.forget.called) or MagicMock())
+    monkeypatch.setattr(joining, "build_worker", lambda *_: MagicMock(reporter=None))
+    setup = MagicMock(survivor=survivor, start=StartPoint(Attempt(3, "me", None, 7)), place=PLACE, run=run)
+    with Joining(config, survivor) as joined:
+        joined._found = MagicMock()
+        joined.build(setup)
+    assert freed == [True]
+    assert not survivor.continue_from.called
 
 
 @pytest.mark.parametrize(

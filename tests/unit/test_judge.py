@@ -562,7 +562,7 @@ def test_a_controller_that_ran_out_of_memory_is_restarted_only_on_a_cluster(
         assert "Object store" not in said
 
 
-def test_the_control_channel_has_a_group_from_its_start_until_it_fails() -> None:
+def test_the_control_channel_has_a_group_until_the_group_fails() -> None:
     control = ControlChannel()
     assert not control.has_group()
     control.begin_group(worker_group(1, "a"))
@@ -659,7 +659,7 @@ def test_a_lost_worker_is_identified_by_its_node_in_survivor_mode(control: Contr
 
     assert FailureJudge(control, 3, leave_out, survivor_mode=True)({1: LOST})
     assert asked == [{"a": None}]
-    control.channel.add_loss("a", Incident(Cause.WORKER_LOST, "rank 0 on node a"))
+    control.channel.add_loss("a", Incident(Cause.WORKER_LOST, "rank 0 on node a"), others_train=True)
     control.channel.set_counts(FailureCounts())
     assert not control.channel.group_end().lost_on, "it was asked about"
 

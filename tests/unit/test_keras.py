@@ -191,7 +191,9 @@ def test_a_keras_schedule_is_rejected(keras: Any, task: Any) -> None:
         return model
 
     task.build_keras = build_keras
-    with pytest.raises(SettingsError, match=r"schedule \(SGD with CosineDecay\), but SUNSPOT_SCHEDULE.*a fixed rate"):
+    with pytest.raises(
+        SettingsError, match=r"schedule \(SGD with CosineDecay\), but SUNSPOT_SCHEDULE.*a fixed learning rate"
+    ):
         load_task(settings_for()).build_optimizer(build(), settings_for())
 
 

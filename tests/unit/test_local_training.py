@@ -110,7 +110,7 @@ def test_a_file_path_selects_its_module_and_extends_pythonpath(
     [
         ("nowhere.py", "no such file; pass the path of the task's file, or its module as TASK=MODULE"),
         ("my-task.py", "'my-task' is not a valid module name; use only letters, digits and '_'"),
-        ("tasks/task.py", "task in this folder would be imported instead; rename one of them, or run the command in "),
+        ("tasks/task.py", "task in the working directory would be imported instead; rename one of them, or run the "),
     ],
 )
 def test_a_file_that_cannot_be_imported_is_rejected(

@@ -478,7 +478,7 @@ def expect_counterexample(machine: type[Decisions], text: str) -> None:
         run_state_machine_as_test(seed(0)(machine), settings=chosen)
 
 
-def test_the_model_checker_finds_that_preferring_nodes_that_stay_loses_the_newest_state(
+def test_the_model_checker_detects_a_group_that_loses_the_newest_state_by_preferring_stable_nodes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Membership, "_choose", choose_staying_members)

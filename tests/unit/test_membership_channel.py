@@ -50,7 +50,7 @@ from sunspot.elastic.membership_channel import (
 from sunspot.elastic.messages import Incident, StepTimes
 from sunspot.run.incidents import Cause
 from tests.harness.constants import SetConstants
-from tests.harness.control import worker_group
+from tests.harness.control import LocalControl, worker_group
 from tests.harness.waiting import wait_until
 
 BPF_RET, SO_ATTACH_FILTER = 0x06, 26
@@ -162,7 +162,7 @@ def test_a_process_tells_the_server_which_state_it_has(server: MembershipServer)
         assert [member.uid for member in server.snapshot().generation.members] == ["leaving", "staying"]
 
 
-def test_closing_the_server_ends_its_threads() -> None:
+def test_closing_the_server_stops_its_threads() -> None:
     before = set(threading.enumerate())
     with open_server(2):
         pass
@@ -429,6 +429,18 @@ def test_an_unresponsive_machine_counts_as_a_lost_node(
         wait_until(lambda: server.snapshot().trains, seconds=5)
         server.declare_lost(server._connections["first"], error)
     assert [incident.cause for incident in reported(server)][:1] == [cause]
+
+
+def test_a_loss_is_reported_without_promise_if_no_other_worker_is_left(server: MembershipServer) -> None:
+    control = LocalControl()
+    with enter(server, "first"), enter(server, "second"):
+        wait_until(lambda: server.snapshot().trains, seconds=5)
+        server._control = control
+        for uid in ("first", "second"):
+            server.declare_lost(server._connections[uid], None)
+    assert control.heard("add_loss") == ["node", "node"]
+    lines = [line.partition("; ")[2] for line in control.channel.fetch_news().lines]
+    assert lines == ["the other workers keep training", "no worker is left"]
 
 
 def test_a_run_leaves_a_sick_node_between_two_steps_and_records_the_reason(server: MembershipServer) -> None:

@@ -63,7 +63,8 @@ class Job:
     number: int
     "The number of the submission, counted from 1."
     phase: str = "pending"
-    "One of pending, waiting (its workers are ready, but have not claimed the run), training and ended."
+    """One of pending, waiting (its workers are ready, but have not claimed the run), training, saving (for a move) and
+    ended."""
     attempt: Attempt | None = None
     state: list[int] = field(default_factory=list)
     "The steps that led to its workers' state."
@@ -135,7 +136,7 @@ class Moves(RuleBasedStateMachine):
 
     def owns(self, job: Job) -> bool:
         """Return True if a job's workers could commit now."""
-        if job.phase != "training" or not job.attempt:
+        if job.phase not in ("training", "saving") or not job.attempt:
             return False
         try:
             ensure_owner(self.run, job.attempt)
@@ -201,6 +202,8 @@ class Moves(RuleBasedStateMachine):
             self.begin(job)
         elif job.phase == "waiting":
             self.claim(job)
+        elif job.phase == "saving":
+            self.end_for_move(job)
         else:
             self.train(job)
 
@@ -251,17 +254,29 @@ class Moves(RuleBasedStateMachine):
         """Take steps, save, and act on a request to hand the run over."""
         job.state += range(len(job.state) + 1, len(job.state) + steps + 1)
         try:
-            name = self.save(job)
+            self.save(job)
         except SupersededError:
             job.phase = "ended"
             return
+        self.say(job, RunState.RUNNING, StatusKind.WORKERS)
+        job.phase = "saving" if self.is_asked_to_move(job) else "training"
+
+    def is_asked_to_move(self, job: Job) -> bool:
         request = read_handover(self.run)
-        if request and request.old == str(job.owner):
-            self.say(job, RunState.STOPPED, StatusKind.ENDED, "stopped by its move to another place")
-            job.phase = "ended"
-            self.handed_over = name, len(job.state)
-        else:
-            self.say(job, RunState.RUNNING, StatusKind.WORKERS)
+        return request is not None and request.old == str(job.owner)
+
+    def end_for_move(self, job: Job) -> None:
+        """End if the move has not been given up since the workers began to save. Otherwise, train again."""
+        if not self.is_asked_to_move(job):
+            self.train(job)
+            return
+        job.phase = "ended"
+        try:
+            name = self.save(job)
+        except SupersededError:
+            return
+        self.say(job, RunState.STOPPED, StatusKind.ENDED, "stopped by its move to another place")
+        self.handed_over = name, len(job.state)
 
     @rule(choice=st.integers(0, 9))
     def workers_train_without_the_bucket(self, choice: int) -> None:

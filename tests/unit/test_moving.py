@@ -4,27 +4,37 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from sunspot.background import start_thread
-from sunspot.errors import ConflictError
+from sunspot.data.order import Steps
+from sunspot.data.source import EmptySource
+from sunspot.errors import ConflictError, StorageError
+from sunspot.plan import Plan
 from sunspot.run import Claimant, Run, open_run, to_json
-from sunspot.run.attempts import read_attempts
-from sunspot.run.handover import HANDOVER, Handover, read_handover, take_over_from
+from sunspot.run.attempts import Attempt, read_attempts
+from sunspot.run.checkpoints import Checkpoint
+from sunspot.run.handover import HANDOVER, Handover, clear_handover, read_handover, take_over_from
+from sunspot.run.objects import with_checksum
 from sunspot.run.outcome import recorded_outcome
 from sunspot.run.owner import Owner
-from sunspot.run.requests import StopRequest
+from sunspot.run.requests import StopRequest, request_stop
 from sunspot.run.status import RunState, Status, StatusKind, read_status, write_status
+from sunspot.settings import Settings
 from sunspot.submitter.manifest.render import settings_of
+from sunspot.train.driver import Origin, train
 from tests.harness.commands import Command
 from tests.harness.constants import SetConstants
-from tests.harness.kubernetes import FakeCluster
+from tests.harness.kubernetes import FakeCluster, answer
 from tests.harness.runs import commit, start
 from tests.harness.waiting import wait_until
-from tests.unit.test_placing import clusters, jobs, profile, submit, sunspot
+from tests.unit.test_placing import PLACES, clusters, jobs, profile, submit, sunspot
 
 __all__ = ["clusters", "profile", "sunspot"]
 
@@ -51,7 +61,7 @@ def owner_of(cluster: FakeCluster) -> str:
 # --------------------------------------------------------------------------------------------------------- the drivers
 
 
-def test_the_new_driver_waits_until_the_old_driver_has_saved_and_ended(run: Run) -> None:
+def test_the_new_driver_waits_until_the_old_driver_has_saved_and_exited(run: Run) -> None:
     stop = StopRequest()
     with recorded_outcome(Claimant(run, OLD, "0000000a"), None, 10, stop) as outcome:
         outcome.replace(state=RunState.RUNNING, attempt=0)
@@ -95,13 +105,61 @@ def test_a_driver_ignores_a_handover_request_to_another_driver(run: Run) -> None
     assert not stop.marked
 
 
-def test_the_new_driver_gives_up_if_the_old_driver_does_not_end(run: Run, set_constants: SetConstants) -> None:
+def test_the_new_driver_gives_up_if_the_old_driver_does_not_exit(run: Run, set_constants: SetConstants) -> None:
     set_constants("sunspot.run.handover", HANDED_OVER_WITHIN_S=0.1)
     write_status(run, Status(RunState.RUNNING, OLD, attempt=1))
     with pytest.raises(ConflictError, match=r"run-1 in east .* did not save a checkpoint and stop within 0 s"):
         take_over_from(run, OLD, NEW)
 
     assert read_handover(run) is None, "the old driver would stop later"
+
+
+@pytest.mark.parametrize("given_up", [True, False])
+def test_a_driver_trains_again_if_its_move_was_given_up_while_it_saved(
+    given_up: bool, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt, stop = start(run, OLD), StopRequest()
+    groups: list[str] = []
+
+    def end_group(plan: Plan, claimant: Claimant, stop_request: StopRequest, note_end: object) -> Checkpoint:
+        """Stop for the request of the new driver, and then for `sunspot stop`."""
+        groups.append(stop_request.moves_to)
+        if given_up and len(groups) == 1:
+            clear_handover(run)
+        else:
+            request_stop(run, "me")
+        stop_request.marked = True
+        return commit(run, attempt, 2)
+
+    monkeypatch.setattr("sunspot.train.trainer.fit", end_group)
+    monkeypatch.setattr("sunspot.ray_session.ray_session", nullcontext)
+    run.storage.write(run.key(HANDOVER), to_json(asdict(Handover(OLD, NEW))))
+    with recorded_outcome(Claimant(run, OLD, "0000000a"), None, 10, stop) as outcome:
+        wait_until(lambda: stop.marked, seconds=20)
+        plan = Plan(Settings(), EmptySource((2,), 8), None, Steps(8, 2), 4)
+        ended = train(plan, Claimant(run, OLD, "0000000a"), Origin(None, ()), outcome, stop)
+
+    moves = "stopped by its move to run-2 in west (namespace sunspot of cluster 1)"
+    assert ended == (RunState.STOPPED, "" if given_up else moves)
+    assert groups == ([NEW, ""] if given_up else [NEW])
+
+
+@pytest.mark.parametrize(
+    ("reason", "fails"), [("stopped by its move to west", True), ("", False)], ids=["a move", "`sunspot stop`"]
+)
+def test_a_driver_that_cannot_record_its_move_fails_so_that_it_is_started_again(
+    reason: str, fails: bool, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(run: Run, status: Status, kind: StatusKind) -> None:
+        raise StorageError("no answer")
+
+    def drive() -> None:
+        with recorded_outcome(Claimant(run, OLD, "0000000a"), None, 10) as outcome:
+            outcome.expect(RunState.STOPPED, reason)
+            monkeypatch.setattr("sunspot.run.outcome.write_status", write)
+
+    with pytest.raises(StorageError) if fails else nullcontext():
+        drive()
 
 
 # --------------------------------------------------------------------------------------------------------- the command
@@ -118,6 +176,13 @@ def end_for_move(run: Run, owner: str) -> None:
     """Write the status of an old driver that has saved at step 12 and ended for the move to the west."""
     stopped = Status(RunState.STOPPED, owner, "stopped by its move to run-2 in west", attempt=1, step=12)
     write_status(run, stopped, StatusKind.ENDED)
+
+
+def fail_in_west(clusters: dict[str, FakeCluster]) -> None:
+    """Let the new RayJob fail as soon as it exists."""
+    wait_until(lambda: jobs(clusters)["west"] == 1, seconds=20)
+    [name] = clusters["west"].jobs
+    clusters["west"].set_status(name, "Failed", "FAILED", message="no such image")
 
 
 def move(sunspot: Command, profile: str, *words: str) -> int:
@@ -198,6 +263,80 @@ def test_a_run_whose_new_job_fails_after_the_handover_restarts_in_its_old_place(
 
     assert jobs(clusters) == {"east": 1, "west": 0}
     assert owner_of(clusters["east"]) != old, "the ended RayJob was not replaced"
+
+
+@pytest.mark.usefixtures("trains_in_east")
+@pytest.mark.parametrize("chosen", [True, False])
+def test_a_run_that_was_claimed_while_its_move_was_undone_restarts_in_its_old_place(
+    chosen: bool, clusters: dict[str, FakeCluster], sunspot: Command, profile: str
+) -> None:
+    """The new workers read the submissions before the move was withdrawn, and claim the run after that."""
+    run, old = sunspot.run, owner_of(clusters["east"])
+
+    def claim_and_answer(handler: Any) -> None:
+        new = owner_of(clusters["west"])
+        attempt = Attempt(2, new, None, 0, chosen=chosen)
+        assert run.storage.create(run.key("attempts", "0002.json"), with_checksum(asdict(attempt)))
+        write_status(run, Status(RunState.STARTING, new, attempt=2, driver="0000000b"))
+        handler.answer()
+
+    clusters["west"].on("DELETE", "rayjobs", claim_and_answer, times=1)
+    failing = start_thread(lambda: fail_in_west(clusters), "failing job")
+    assert move(sunspot, profile) == 5
+    failing.result(20)
+
+    assert jobs(clusters) == {"east": 1, "west": 0}
+    assert owner_of(clusters["east"]) != old, "the superseded RayJob was not replaced"
+
+
+@pytest.mark.usefixtures("trains_in_east")
+def test_a_run_that_cannot_restart_in_its_old_place_is_reported(
+    clusters: dict[str, FakeCluster], sunspot: Command, profile: str
+) -> None:
+    old = owner_of(clusters["east"])
+
+    def fail() -> None:
+        wait_until(lambda: jobs(clusters)["west"] == 1, seconds=20)
+        end_for_move(sunspot.run, old)
+        clusters["east"].on("GET", "rayjobs", answer(403, "who are you?"))
+        fail_in_west(clusters)
+
+    failing = start_thread(fail, "failing job")
+    assert move(sunspot, profile) == 4
+    failing.result(20)
+
+    assert "run has stopped for its move, and could not be started again in east: " in sunspot.err
+    assert "`sunspot resume run --storage" in sunspot.err
+
+
+def test_a_failed_job_of_an_earlier_move_is_replaced(
+    clusters: dict[str, FakeCluster], sunspot: Command, tmp_path: Path
+) -> None:
+    """Both places are in one namespace."""
+    profile = tmp_path / "one.yaml"
+    profile.write_text(yaml.safe_dump({"extends": "kind", "places": [{**each, "context": "east"} for each in PLACES]}))
+    cluster = clusters["east"]
+    assert submit(sunspot, str(profile), "--place", "east") == 0, sunspot.err
+    [old] = cluster.jobs
+    owner = owner_of(cluster)
+    start(sunspot.run, owner)
+
+    def fail() -> None:
+        wait_until(lambda: len(cluster.jobs) == 2, seconds=20)
+        [new] = cluster.jobs.keys() - {old}
+        cluster.on("DELETE", new, answer(403, "no"), times=1)
+        cluster.set_status(new, "Failed", "FAILED", message="no such image")
+
+    write_status(sunspot.run, Status(RunState.RUNNING, owner, attempt=1, step=10, world_size=2))
+    failing = start_thread(fail, "failing job")
+    assert move(sunspot, str(profile)) == 5
+    failing.result(20)
+    assert len(cluster.jobs) == 2, "the cluster refused to delete it"
+
+    write_status(sunspot.run, Status(RunState.RUNNING, owner, attempt=1, step=10, world_size=2))
+    assert move(sunspot, str(profile), "--timeout", "0.1") == 5
+    assert "run got no nodes in west within 0 s" in sunspot.err
+    assert [*cluster.jobs] == [old]
 
 
 @pytest.mark.usefixtures("trains_in_east")

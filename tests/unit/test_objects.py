@@ -78,7 +78,7 @@ def test_unknown_fields_of_a_stored_object_are_ignored(run: Run) -> None:
     write_status(run, Status(RunState.RUNNING, "job", step=3, heartbeat=5.0, driver="aaaaaaaa"))
     [entry] = list_statuses(run)
     record = json.loads(run.storage.read(entry.key))
-    run.storage.write(entry.key, to_json({**record, "colour": ["red"]}))
+    run.storage.write(entry.key, to_json({**record, "color": ["red"]}))
     status = read_status(run)
     assert (status.step, status.heartbeat) == (3, 5.0)
 

@@ -23,6 +23,7 @@ from sunspot.settings import Settings
 from sunspot.tasks import load_task
 from sunspot.tasks.defaults import PlainTask, build_optimizer, learning_rate_factor
 from sunspot.train import build
+from sunspot.train.learner import load_rest
 from tests.harness.constants import SetConstants
 from tests.harness.loop import train_ranks
 
@@ -93,7 +94,7 @@ def test_a_resumed_run_uses_the_current_learning_rate_and_weight_decay() -> None
     today = Settings(weight_decay=0.3, learning_rate=0.5)
     saved = build_optimizer(model, before).state_dict()
     optimizer, _ = build.build_optimizer(today, PlainTask(ModuleType("mine"), today), model)
-    build.load_rest(TrainingState(optimizer=saved), model, optimizer)
+    load_rest(TrainingState(optimizer=saved), model, optimizer)
     found = [(group["weight_decay"], group["lr"], group["initial_lr"]) for group in optimizer.param_groups]
     assert found == [(0.3, 0.5, 0.5), (0.0, 0.5, 0.5)]
 
@@ -114,7 +115,7 @@ def test_a_restored_state_has_the_memory_layout_of_the_parameters(
         model = shard_model(nn.Conv2d(3, 4, 3), settings, torch.device("cpu"))
         for _ in range(2):
             optimizer, _ = build.build_optimizer(settings, PlainTask(module, settings), model)
-            build.load_rest(state, model, optimizer)
+            load_rest(state, model, optimizer)
             for _ in range(2):
                 optimizer.zero_grad()
                 loss = model(images).square().mean()

@@ -32,7 +32,7 @@ def test_output_cannot_control_the_terminal(capsys: pytest.CaptureFixture[str]) 
         assert not [c for c in text if c != "\n" and (ord(c) < 32 or 127 <= ord(c) < 160 or 0xD800 <= ord(c) < 0xE000)]
 
 
-def test_colours_are_removed_and_other_text_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+def test_colors_are_removed_and_other_text_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
     print_text("\x1b[1;31mred\x1b[0m, größer, 数字\r\nnext\ttab")
     assert capsys.readouterr().out == "red, größer, 数字\nnext\ttab\n"
 

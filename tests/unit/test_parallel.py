@@ -232,7 +232,7 @@ def test_a_hung_test_rank_is_killed_and_its_stack_is_shown(
         in_processes(tmp_path, 1, wait_for_ever)
 
 
-def test_an_error_in_one_test_rank_ends_the_other_ranks(tmp_path: Path) -> None:
+def test_an_error_in_one_test_rank_stops_the_other_ranks(tmp_path: Path) -> None:
     with pytest.raises(
         pytest.fail.Exception, match="rank 0 of 2 has returned nothing: it raised an error, which is on stderr"
     ):

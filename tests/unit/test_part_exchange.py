@@ -46,7 +46,7 @@ def test_copies_are_spread_over_the_ranks_of_a_node() -> None:
     assert find_backup_ranks(["a", "b", "b", "b"], 4) == [1, 0, 0, 0]
 
 
-def test_a_part_is_not_sent_if_another_replica_has_it_on_another_node() -> None:
+def test_a_shard_is_not_sent_if_another_replica_has_it_on_another_node() -> None:
     assert find_backup_ranks(["a", "a", "b", "b"], 2) == [0, 1, 2, 3]
     assert find_backup_ranks(["a", "b", "a", "b"], 2) == [1, 0, 3, 2], "both replicas' shards are on the same node"
 

@@ -138,7 +138,7 @@ def test_a_place_that_failed_is_tried_again_later() -> None:
     assert places == ["middle", "middle", "cheap"]
 
 
-def test_a_run_without_a_deadline_does_not_pay_several_times_the_lowest_price() -> None:
+def test_a_run_without_a_deadline_avoids_places_that_cost_several_times_the_lowest_price() -> None:
     choice = choose({"cheap": seen(0.0), "middle": seen(0.3)})
 
     assert choice.place == "middle"
@@ -147,7 +147,7 @@ def test_a_run_without_a_deadline_does_not_pay_several_times_the_lowest_price() 
     )
 
 
-def test_a_distant_deadline_lets_a_run_stay_with_few_nodes_where_they_are_cheap() -> None:
+def test_a_run_with_a_distant_deadline_stays_in_a_cheap_place_with_few_nodes() -> None:
     known = {"cheap": seen(0.5), "middle": seen(1.0)}
     work_s = 10 * HOUR_S
 
@@ -155,7 +155,7 @@ def test_a_distant_deadline_lets_a_run_stay_with_few_nodes_where_they_are_cheap(
     assert choose(known, Goal(NOW + 13 * HOUR_S), place="cheap", work_s=work_s).place == "middle"
 
 
-def test_a_run_falls_back_to_on_demand_nodes_while_they_still_meet_the_deadline() -> None:
+def test_a_run_falls_back_to_on_demand_nodes_in_time_to_meet_the_deadline() -> None:
     move = Move(start_s=600, pause_s=300)
     known = {"cheap": seen(1.0), "middle": seen(1.0)}
     work_s = 10 * HOUR_S
@@ -216,7 +216,7 @@ def test_a_place_without_a_price_counts_as_the_most_expensive() -> None:
     assert choose_place(offers, {}, Situation(NOW)).place == "cheap"
 
 
-def test_a_move_costs_the_time_and_the_traffic_of_the_state() -> None:
+def test_the_cost_of_a_move_includes_the_time_and_traffic_for_moving_the_state() -> None:
     move = plan_move(state_bytes=90e9, bytes_per_s=90e6, price_per_gb=0.02)
 
     assert math.isclose(move.pause_s, 60 + 2 * 1000)

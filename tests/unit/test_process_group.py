@@ -25,7 +25,7 @@ def test_a_process_leaves_its_group_at_once_while_a_peer_is_stopped() -> None:
         gc.freeze()  # earlier stores cannot be destroyed in a forked process, where they have no threads
         torch.set_num_threads(1)
         groups = ProcessGroups(torch.device("cpu"), LIMIT_S)
-        with groups.forming():
+        with groups.forming(lambda: False):
             client = lambda: dist.TCPStore("127.0.0.1", store.port, timeout=timedelta(seconds=LIMIT_S))  # type: ignore[attr-defined]  # noqa: E731
             group = groups.form(client, rank, 2, LIMIT_S)
         dist.barrier(group=group)

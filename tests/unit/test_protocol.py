@@ -600,7 +600,7 @@ def test_no_interleaving_breaks_the_protocol() -> None:
     explore(Protocol, examples(80, 4000))
 
 
-def test_no_interleaving_breaks_the_protocol_with_storage_in_a_directory() -> None:
+def test_no_interleaving_breaks_the_protocol_on_directory_storage() -> None:
     explore(OverDirectory, examples(15, 500))
 
 

@@ -174,7 +174,7 @@ def test_pods_are_checked_against_limit_ranges(item: dict[str, Any], seen: str) 
     assert len({each.seen for each in found}) == len(found), "each problem is reported once"
 
 
-def test_init_containers_and_pod_overhead_are_counted_like_in_the_scheduler() -> None:
+def test_init_containers_and_pod_overhead_are_counted_as_in_the_scheduler() -> None:
     def container(cpu: str, **more: Any) -> dict[str, Any]:
         return {"name": "c", "resources": {"requests": {"cpu": cpu}}, **more}
 

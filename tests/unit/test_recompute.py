@@ -88,7 +88,7 @@ def test_the_activations_of_recomputed_blocks_are_freed(models: tuple[Blocks, Bl
         loss.backward()
 
 
-def test_a_model_is_evaluated_without_recomputing(models: tuple[Blocks, Blocks]) -> None:
+def test_a_model_is_evaluated_without_recomputing_activations(models: tuple[Blocks, Blocks]) -> None:
     with torch.no_grad():
         expected, found = (model.eval()(torch.ones(2, 50)) for model in models)
     assert torch.equal(found, expected)

@@ -16,6 +16,7 @@ from sunspot.run import Run
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.api import connect
 from sunspot.submitter.cluster.waiting import Reconciler
+from sunspot.submitter.manifest.pods import set_variable
 from tests.harness.commands import Command
 from tests.harness.kubernetes import FakeCluster, answer, kept, rayjob, submitted
 from tests.harness.runs import set_status
@@ -99,6 +100,21 @@ def test_a_rayjob_is_annotated_with_the_state_of_its_run(
     assert annotations(cluster, "run-0") == {}, "another has taken its place"
 
 
+def test_a_run_that_moves_within_a_namespace_is_shown_as_running(
+    cluster: FakeCluster, run: Run, reconciler: Reconciler, shown: list[tuple[str, str]]
+) -> None:
+    cluster.put_job(rayjob("run-1", created=time.time() - 100))
+    cluster.set_status("run-1", "Running", "RUNNING")
+    coming = rayjob("run-2")
+    set_variable(coming, "SUNSPOT_MOVES_FROM", "run-1")
+    cluster.put_job(coming)
+    set_status(run, RunState.RUNNING, step=7, **SAVED)
+    reconciler.reconcile()
+    assert shown == [("run", "running")]
+    assert annotations(cluster, "run-1")["sunspot/state"] == "running"
+    assert annotations(cluster, "run-2") == {}, "it does not train yet"
+
+
 def test_a_restart_by_gitops_does_not_delay_other_runs(
     cluster: FakeCluster, reconciler: Reconciler, shown: list[tuple[str, str]]
 ) -> None:
@@ -162,7 +178,7 @@ def test_a_rayjob_that_disappears_is_not_an_error(cluster: FakeCluster) -> None:
     assert annotations(cluster, "run-1") == {}
 
 
-def test_waiting_for_all_runs_ends_on_an_interrupt(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
+def test_waiting_for_all_runs_stops_on_an_interrupt(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
     for words in ([], ["run", "--all"], ["--all", "--timeout", "1"]):
         assert sunspot("wait", *words) == 2
         assert "pass either the name of a run or --all" in sunspot.err

@@ -109,7 +109,7 @@ def test_the_table_shows_the_cost_of_each_fault() -> None:
         ("all", ["kill n1", "kill n2", "add n1", "add n2", "step"]),
     ],
 )
-def test_a_fault_ends_with_the_next_step_and_its_nodes_return(
+def test_removed_nodes_return_and_a_fault_is_over_at_the_next_step(
     target: str, lines: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The nodes return before the next step if the group cannot take a step without them."""
@@ -154,7 +154,7 @@ def test_a_group_is_complete_once_all_workers_have_trained_for_some_time(set_con
 
 
 def test_worker_groups_are_read_from_the_log_of_a_driver() -> None:
-    """Check logs like those that Ray writes, with prefixes, colours, other lines, and a start without steps."""
+    """Check logs like those that Ray writes, with prefixes, colors, other lines, and a start without steps."""
     records = [
         {"time": 1.0, "event": "start", "from_step": 0, "world": 2},
         {"time": 2.0, "step": 1, "world": 2},

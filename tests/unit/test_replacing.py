@@ -83,7 +83,7 @@ def test_the_wait_for_a_worker_that_never_answers_is_limited(known: bool, time: 
     assert time[0] <= (controller.LIVING_S if known else controller.ANSWER_S) + 1
 
 
-def test_a_trainer_ends_if_its_only_replacement_hangs(
+def test_a_trainer_stops_if_its_only_replacement_hangs(
     set_constants: SetConstants,
 ) -> None:
     set_constants(group, MEMBERS_CHECK_EVERY_S=0.01)

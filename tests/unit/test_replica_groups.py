@@ -20,7 +20,7 @@ from tests.harness.process_group import in_processes
 LIMIT_S = 30.0
 
 
-def test_a_process_ends_if_its_collective_does_not_return(tmp_path: Path, set_constants: SetConstants) -> None:
+def test_a_process_exits_if_its_collective_does_not_return(tmp_path: Path, set_constants: SetConstants) -> None:
     """Rank 1 never takes part, as if the shutdown of the connections had no effect. It waits for the end of rank 0."""
     set_constants(replica_groups, STUCK_S=0.1)
 
@@ -41,7 +41,7 @@ def test_a_process_ends_if_its_collective_does_not_return(tmp_path: Path, set_co
     assert time.monotonic() - began < LIMIT_S / 2
 
 
-def test_a_process_does_not_end_if_its_collectives_return(tmp_path: Path, set_constants: SetConstants) -> None:
+def test_a_process_does_not_exit_if_its_collectives_return(tmp_path: Path, set_constants: SetConstants) -> None:
     set_constants(replica_groups, STUCK_S=0.1)
 
     def act(group: Any) -> bool:

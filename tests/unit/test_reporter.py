@@ -20,7 +20,7 @@ import sunspot.observe.progress
 import sunspot.train.worker
 from sunspot.data.order import Steps
 from sunspot.data.source import EmptySource
-from sunspot.elastic.claim import StartPoint
+from sunspot.elastic.claim import PastRecords, StartPoint
 from sunspot.elastic.messages import Command, Incident
 from sunspot.elastic.receipts import Phases
 from sunspot.elastic.restore import TrainingState
@@ -36,7 +36,7 @@ from sunspot.run.history import Journals, iter_rank_records, newest_record, read
 from sunspot.run.incidents import Cause, read_receipts
 from sunspot.run.status import RunState, read_status
 from sunspot.settings import Settings
-from sunspot.train.reporter import Reporter
+from sunspot.train.reporter import Reporter, first_status
 from sunspot.train.worker import GroupStart, Step, Worker
 from tests.harness.constants import SetConstants
 from tests.harness.control import LocalControl
@@ -81,6 +81,7 @@ def test_each_report_adds_a_record_and_the_numbers_of_each_rank(
         for step in range(1, 13):
             worker.finish_step(Step(step, {}, 2, 0.0, 0.125, [{name: torch.tensor([step, step + 1.0])}], 0.1, 0.25))
         reporter.end()
+        reporter.saved_last_step()
     spans = lineage([attempt])
     records = read_journal(run, "metrics", spans)
     assert [(record["step"], record["steps"], record[name]) for record in records] == [
@@ -103,7 +104,8 @@ def test_each_report_adds_a_record_and_the_numbers_of_each_rank(
     [receipt] = read_receipts(read_journal(run, "events"))
     assert receipt.attempt == 1
     status = read_status(run)
-    assert (status.state, status.step) == (RunState.FINISHING, 12)
+    assert (status.state, status.step, status.saved) == (RunState.FINISHING, 12, True)
+    assert not first_status(replace(begun, past=PastRecords(status=status)), plan).saved
     assert status.loss == (11.0 if name == "loss" else None)
     line = Lines(12, 4).describe(control.channel.fetch_news().progress)
     assert "  1 worker starts at the beginning" in control.heard("log")

@@ -7,6 +7,7 @@ import os
 import pickle
 import pkgutil
 import re
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -24,17 +25,26 @@ import sunspot.elastic.claim
 import sunspot.elastic.restore
 import sunspot.run.attempts
 from sunspot.checkpoint.memory import NodeMemory
-from sunspot.checkpoint.memory_files import MemorySnapshot, Sidecar, find_snapshot
+from sunspot.checkpoint.memory_files import Heartbeat, MemorySnapshot, Sidecar, find_snapshot
 from sunspot.checkpoint.node_state import NodeParts, NodeState, PartCopy
 from sunspot.checkpoint.tensors import in_buffer, map_tensors, size_of
 from sunspot.elastic.claim import CheckpointLoaders, LocalState, PastRecords, StartPoint, begin_attempt
 from sunspot.elastic.copies import ChosenCopy, NodeInventory, choose_copy, choose_parts
 from sunspot.elastic.messages import Incident
-from sunspot.elastic.receipts import Phases, first_incident, make_receipt
+from sunspot.elastic.receipts import Phases, complete_step, first_incident, make_receipt
 from sunspot.elastic.restore import TrainingState, choose_init, load_init, load_start, read_init
 from sunspot.errors import ConflictError, DamageError, SettingsError, StorageError, SupersededError
 from sunspot.run import Claimant, Run, open_run
-from sunspot.run.attempts import Attempt, Metadata, checkpoint_name, ensure_owner, lineage, read_attempts, read_error
+from sunspot.run.attempts import (
+    IN_PLACE,
+    Attempt,
+    Metadata,
+    checkpoint_name,
+    ensure_owner,
+    lineage,
+    read_attempts,
+    read_error,
+)
 from sunspot.run.checkpoints import (
     Checkpoint,
     delete_checkpoint,
@@ -51,7 +61,7 @@ from sunspot.storage.limits import retry_storage
 from sunspot.storage.local import LocalStorage
 from sunspot.train.reporter import warn_of_notice
 from tests.harness.constants import SetConstants
-from tests.harness.runs import begin, commit, start
+from tests.harness.runs import begin, commit, consumed, record_audit, report, start
 
 SETTINGS = Settings(global_batch_size=5)
 
@@ -476,7 +486,7 @@ def test_an_in_memory_copy_is_skipped_after_two_groups_took_no_step_from_it(ends
         found = begin_attempt(Claimant(run, "me"), SETTINGS, nodes)
         assert (found.attempt.number, found.attempt.step) == (number, 9), "a single group may have been unlucky"
         if ends == "after a step":
-            heartbeats = [(number, 10, 0.0)]
+            heartbeats = [Heartbeat(number, 10, 0.0)]
         if ends == "with its node":
             nodes[1] = nodes[1]._replace(host=f"new-{number}")
         nodes[0] = nodes[0]._replace(heartbeats=heartbeats)
@@ -491,7 +501,7 @@ def at(number: int, time: float, world_size: int = 2, step: int = 0) -> Attempt:
 
 
 def a_start(attempt: Attempt, *before: Attempt, receipts: Sequence[Receipt] = ()) -> StartPoint:
-    return StartPoint(attempt, before, past=PastRecords([(1, 14, 99.0)], receipts))
+    return StartPoint(attempt, before, past=PastRecords([Heartbeat(1, 14, 99.0)], receipts))
 
 
 def test_a_receipt_records_the_cost_of_a_restart() -> None:
@@ -585,6 +595,58 @@ def test_an_incident_shows_the_last_saved_step_instead_of_the_step_in_an_older_s
     incident = first_incident(again)
     assert (incident.cause, incident.last_step) == (Cause.RESUMED, 846)
     assert incident.detail == "the previous driver ended at step 846: failed"
+
+
+@pytest.mark.parametrize(
+    ("evidence", "replayed"),
+    [
+        ("an incomplete checkpoint", "at least 3 steps"),
+        ("an incomplete checkpoint, but no status", "at least 3 steps"),
+        ("a metric record", "at least 2 steps"),
+        ("an audit file", "at least 4 steps"),
+        ("a later attempt that took no step", "at least 1 step"),
+        ("nothing", "an unknown number of steps"),
+        ("a heartbeat", "5 steps"),
+        ("a save at the end", "0 steps"),
+        ("a checkpoint of a deleted run", "an unknown number of steps"),
+    ],
+)
+def test_a_receipt_counts_the_steps_that_are_proved_to_have_been_taken(evidence: str, replayed: str, run: Run) -> None:
+    """All processes of a run are lost, and another driver continues from its newest checkpoint, at step 36."""
+    lost = start(run, "old-1", world_size=2, driver="1" * 8, tier="beginning")
+    commit(run, lost, 36)
+    status = Status(RunState.RUNNING, "old-1", step=36, attempt=1, driver="1" * 8)
+    nodes = machines(None)
+    if evidence.startswith("an incomplete checkpoint"):
+        run.storage.write(run.key("checkpoints", checkpoint_name(39, 1, lost.nonce), "model.pt"), b"model")
+    elif evidence == "a metric record":
+        report(run, lost, {"step": 37, "time": 1.0}, {"step": 38, "time": 2.0})
+    elif evidence == "an audit file":
+        record_audit(run, lost, consumed(1, 40))
+    elif evidence == "a later attempt that took no step":
+        commit(run, lost, 37)
+        start(run, "old-1", checkpoint_name(37, 1, lost.nonce), driver="1" * 8)
+        delete_checkpoint(run, checkpoint_name(37, 1, lost.nonce))
+    elif evidence == "a heartbeat":
+        nodes = [nodes[0]._replace(heartbeats=[Heartbeat(1, 41, 0.0)])]
+    elif evidence == "a save at the end":
+        status = replace(status, state=RunState.STOPPED, saved=True)
+    elif evidence == "a checkpoint of a deleted run":
+        run.storage.write(run.key("checkpoints", checkpoint_name(39, 1, "0" * 8), "model.pt"), b"model")
+    if "no status" not in evidence:
+        write_status(run, status)
+    now = begin_attempt(Claimant(run, "new-2", "2" * 8), SETTINGS, nodes)
+    assert now
+    assert now.attempt.step == 36
+    receipt = make_receipt(now, TrainingState(taken=40.0, tier="storage"), first_incident(now), time.time())
+    assert f", {replayed} replayed, " in describe_receipt(receipt)
+
+
+def test_the_steps_of_survivors_are_counted_exactly() -> None:
+    now = replace(a_start(at(2, 105, step=36), at(1, 10)), past=PastRecords())
+    incident = Incident(Cause.WORKER_LOST, last_step=36)
+    for tier, at_least in ((IN_PLACE, False), ("memory", True)):
+        assert make_receipt(now, TrainingState(taken=98.0, tier=tier), incident, 110.0).at_least == at_least
 
 
 def test_the_first_start_of_a_run_is_not_an_incident(run: Run) -> None:
@@ -710,3 +772,20 @@ def commit_weights(run: Run, step: int) -> None:
         torch.save({"weight": torch.tensor(step)}, writer)  # it needs only write()
     files = {"model.pt": {"size": writer.size, "sha256": writer.sha256}}
     write_manifest(run, Checkpoint(name, step, 1, 10, 10, attempt.number, files=files))
+
+
+@pytest.mark.parametrize(
+    ("steps", "complete"),
+    [
+        ({(0, 1): [7, 6]}, 7),
+        ({(0, 2): [7, 6], (1, 2): [6]}, 6),
+        ({(0, 2): [7, 6], (1, 2): [7, 6]}, 7),
+        ({(0, 2): [7]}, 0),
+        ({(0, 2): [7], (1, 2): [7], (0, 1): [5]}, 7),
+        ({}, 0),
+    ],
+    ids=["ddp", "one shard lacks the step", "all shards have the step", "unknown shard", "two layouts", "no heartbeat"],
+)
+def test_a_step_is_complete_if_all_shards_have_taken_it(steps: dict[tuple[int, int], list[int]], complete: int) -> None:
+    heartbeats = [Heartbeat(3, step, 0.0, shard, shards) for (shard, shards), taken in steps.items() for step in taken]
+    assert complete_step(heartbeats) == complete

@@ -292,13 +292,13 @@ def test_a_manifest_with_unknown_fields_is_intact(run: Run) -> None:
     key = run.key("checkpoints", checkpoint.name, MANIFEST)
     record = json.loads(run.storage.read(key))
     del record["sha256"]
-    run.storage.write(key, with_checksum({**record, "colour": {"red": [1]}}))
+    run.storage.write(key, with_checksum({**record, "color": {"red": [1]}}))
     assert list_checkpoints(run) == [checkpoint]
     run.storage.write(
         key, with_checksum(record).replace(b"sha256", b"sha257", 1).replace(b'"sha256": "', b'"sha257": "')
     )
     assert list_checkpoints(run)[0].damage
-    run.storage.write(key, with_checksum({**record, "colour": "red"}).replace(b"red", b"rot"))
+    run.storage.write(key, with_checksum({**record, "color": "red"}).replace(b"red", b"rot"))
     assert [found.damage for found in list_checkpoints(run)] == [
         "manifest.json cannot be used: it was changed after it was written"
     ]

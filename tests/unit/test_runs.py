@@ -618,7 +618,7 @@ def test_following_logs_continues_across_a_restart_until_the_run_ends(
 
 
 @pytest.mark.usefixtures("quick")
-def test_following_the_logs_of_an_ended_run_prints_its_output_and_ends(run: Run, sunspot: StorageCommand) -> None:
+def test_following_the_logs_of_an_ended_run_prints_its_output_and_exits(run: Run, sunspot: StorageCommand) -> None:
     say(run, "driver-1", "one\n")
     write_status(run, replace(RUNNING, state=RunState.FAILED, reason="no luck"))
     answer: Answer = sunspot("logs", "run", "-f")
@@ -626,7 +626,7 @@ def test_following_the_logs_of_an_ended_run_prints_its_output_and_ends(run: Run,
     assert "failed, no luck" in answer.err
 
 
-def test_following_logs_ends_quietly_when_it_is_interrupted(
+def test_following_logs_exits_quietly_on_an_interrupt(
     run: Run, sunspot: StorageCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(seconds: float) -> None:

@@ -131,7 +131,7 @@ def test_rows_that_do_not_fit_in_memory_are_not_read(
 
 
 @given(st.integers(2, 300), st.integers(2, 40), st.integers(1, 9), st.data())
-def test_a_worker_keeps_only_its_own_shares_in_memory(
+def test_a_worker_keeps_only_its_own_row_numbers_in_memory(
     rows: int, batch: int, world_size: int, data: st.DataObject
 ) -> None:
     steps, whole = Steps(rows, batch), Order((rows,), 3, rows)

@@ -119,7 +119,7 @@ def test_a_group_on_a_single_node_has_no_sick_node() -> None:
     assert find(windows(30, FAST, 0.9), WorkerGroup(7, 2, {0: "a", 1: "a"})) is None
 
 
-def test_under_hsdp_leaving_a_node_costs_the_group_whole_replicas() -> None:
+def test_an_hsdp_group_loses_whole_replicas_when_it_leaves_a_node() -> None:
     membership = Membership(6, degree=2)
     for number, node in enumerate("aabbcd"):
         membership.enter(Member(f"{number}", node, f"{number}"))

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 import sunspot.checkpoint.memory_files
 import sunspot.checkpoint.snapshot
-from sunspot.checkpoint.manager import SnapshotInterval
+from sunspot.checkpoint.manager import CheckpointManager, SnapshotInterval
 from sunspot.checkpoint.memory import MAX_SLOTS, NodeMemory, Slot
 from sunspot.checkpoint.memory_files import (
     STALE_S,
@@ -39,8 +39,13 @@ from sunspot.checkpoint.memory_files import (
 from sunspot.checkpoint.part_exchange import PartExchange
 from sunspot.checkpoint.snapshot import OptimizerOnlyParameters, SavedObjects, Snapshot, Snapshots
 from sunspot.checkpoint.tensors import in_buffer, map_tensors, size_of, tensors_in
-from sunspot.run.attempts import checkpoint_name
+from sunspot.data.order import Steps
+from sunspot.data.source import EmptySource
+from sunspot.plan import Plan
+from sunspot.run import open_run
+from sunspot.run.attempts import Attempt, checkpoint_name
 from sunspot.run.checkpoints import Checkpoint
+from sunspot.settings import Settings
 from tests.harness.constants import SetConstants
 from tests.harness.logs import keep_warnings
 
@@ -707,11 +712,24 @@ def test_heartbeats_in_shared_memory_outlive_their_process() -> None:
     trainee.memory.heartbeat(1, 42)
     trainee.die()
     successor = Trainee(2)
-    [(attempt, step, _)] = find_heartbeats(RUN)
-    assert (attempt, step) == (1, 42)
+    [heartbeat] = find_heartbeats(RUN)
+    assert heartbeat[:2] == (1, 42)
     successor.memory.heartbeat(2, 43)
-    [(attempt, step, _)] = find_heartbeats(RUN)
-    assert (attempt, step) == (2, 43)
+    [heartbeat] = find_heartbeats(RUN)
+    assert heartbeat[:2] == (2, 43)
+
+
+def test_the_heartbeat_does_not_name_a_step_that_the_gpu_may_still_cancel(tmp_path: Path) -> None:
+    run = open_run(str(tmp_path), "run")
+    plan = Plan(Settings(), EmptySource((1, 40), 10), None, Steps(1000, 10), 100)
+    model = torch.nn.Linear(2, 2)
+    saved = SavedObjects(model, torch.optim.SGD(model.parameters()))
+    checkpoints = CheckpointManager(run, Attempt(1, "me", None, 0), plan, saved, memory=NodeMemory(RUN))
+    checkpoints.took_step(1, None)
+    checkpoints.took_step(2, None, in_doubt=True)
+    assert [heartbeat.step for heartbeat in find_heartbeats(RUN)] == [1]
+    checkpoints.took_step(3, None)
+    assert [heartbeat.step for heartbeat in find_heartbeats(RUN)] == [3]
 
 
 def _train_and_kill_yourself(root: str) -> None:

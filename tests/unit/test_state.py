@@ -190,7 +190,7 @@ def test_a_stop_request_does_not_hide_the_end_of_the_run() -> None:
 
 
 @pytest.mark.parametrize("ray", JOB_STATUSES)
-def test_a_failure_is_not_final_while_retries_are_left(ray: str) -> None:
+def test_a_failure_is_not_final_while_retries_remain(ray: str) -> None:
     tries = {"spec": {"backoffLimit": 2}}
     failed = status(RunState.FAILED, reason="the disk is full")
     assert judge(job("Running", ray, failed=1, **tries), status=failed, now=NOW)[0] is RunState.RETRYING
@@ -499,3 +499,51 @@ def test_a_status_written_before_the_job_existed_is_ignored() -> None:
     old = status(RunState.SUCCEEDED, owner="run-1", age=NOW - CREATED + 2 * CLOCK_SKEW_S)
     assert judge(job(), status=old, now=NOW)[0] is RunState.STARTING
     assert judge(job(), status=status(RunState.SUCCEEDED, owner="run-1"), now=NOW)[0] is RunState.SUCCEEDED
+
+
+def next_job(deployment: str, ray: str, **more: Any) -> JobView:
+    """Return the RayJob in the west to which a run moves from the RayJob run-1 in the east."""
+    raw = {**job(deployment, ray, "run-2", **more).raw}
+    raw["metadata"]["creationTimestamp"] = timestamp(NOW - 60)
+    raw["status"]["rayClusterName"] = "run-2-x"
+    set_variable(raw, "SUNSPOT_JOB_ID", "run-2#b@//west")
+    set_variable(raw, "SUNSPOT_MOVES_FROM", "run-1")
+    return job_view(raw)
+
+
+@pytest.mark.parametrize(
+    ("deployment", "ray", "reason"),
+    [
+        ("Initializing", "", "its next place, west, is being warmed up: its pods are about to be created"),
+        ("Running", "RUNNING", "its next place, west, is being warmed up: its workers are starting"),
+        ("Failed", "FAILED", "its move to west has failed: no GPU"),
+    ],
+)
+@pytest.mark.parametrize("same_namespace", [True, False])
+def test_a_run_trains_while_its_next_place_is_warmed_up(
+    deployment: str, ray: str, reason: str, same_namespace: bool
+) -> None:
+    coming = next_job(deployment, ray, message="no GPU")
+    jobs = (coming, job()) if same_namespace else (coming,)
+    trains = as_seen(status=status(RunState.RUNNING), time=NOW)
+    assert states.judge(ClusterSeen(jobs, time=NOW), trains) == (RunState.RUNNING, f"2 workers train; {reason}")
+
+
+@pytest.mark.parametrize(
+    ("last", "state"),
+    [
+        (status(RunState.RUNNING, age=100), RunState.PENDING),
+        (status(RunState.STOPPED, reason="stopped by its move to run-2 in west"), RunState.PENDING),
+        (status(RunState.FAILED), RunState.PENDING),
+        (status(RunState.RUNNING, "run-2#b", began=NOW - 10), RunState.RUNNING),
+    ],
+    ids=["the old driver is silent", "the old driver has handed over", "the old driver has failed", "it has moved"],
+)
+def test_a_run_has_the_state_of_its_new_rayjob_once_the_old_driver_no_longer_trains(
+    last: Status, state: RunState
+) -> None:
+    coming = next_job("Running" if state is RunState.RUNNING else "Initializing", "RUNNING")
+    set_variable(coming.raw, "SUNSPOT_JOB_ID", "run-2#b")
+    found, reason = states.judge(ClusterSeen((job_view(coming.raw), job()), time=NOW), as_seen(status=last))
+    assert found is state
+    assert "next place" not in reason

@@ -153,7 +153,7 @@ def test_late_status_writes_do_not_recreate_a_deleted_run(run: Run, clock: Clock
     assert run.storage.list("run") == []
 
 
-def test_rank_0_stops_writing_once_its_driver_has_ended(run: Run) -> None:
+def test_rank_0_stops_writing_once_its_driver_has_recorded_the_outcome(run: Run) -> None:
     refuse_if_ended(run, OLD)
     show_claim(run, OLD)
     refuse_if_ended(run, OLD)

@@ -61,7 +61,7 @@ def launches_per_step(root: Path, group: dist.ProcessGroup) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_step_launches_at_most_two_operators_more_than_a_plain_loop(workers: int, tmp_path: Path) -> None:
+def test_a_step_launches_at_most_two_more_operators_than_a_plain_loop(workers: int, tmp_path: Path) -> None:
     for launches in in_processes(tmp_path, workers, partial(launches_per_step, tmp_path)):
         assert launches["plain"] > 20
         assert launches["auto"] <= launches["plain"] + 2

@@ -655,7 +655,7 @@ def test_a_rayjob_of_another_run_is_not_overwritten(cluster: FakeCluster, sunspo
     name = yaml.safe_load(sunspot.out)["metadata"]["name"]
     cluster.put_job(rayjob(name, run="other"))
     assert sunspot.submit() == 6
-    assert f"RayJob {name} in namespace sunspot belongs to a different run than run" in sunspot.err
+    assert f"RayJob {name} in namespace sunspot belongs to another run (its label" in sunspot.err
     assert cluster.jobs[name]["metadata"]["labels"] == {"sunspot/run": "other"}
 
 
@@ -787,7 +787,7 @@ def test_stop_with_an_expired_credential_says_that_the_stop_marker_is_written(
     cluster.on("GET", "/rayjobs", answer(401, "Unauthorized"))
     assert sunspot("stop", "run") == 4
     assert "rejected these credentials (Unauthorized); renew them, or choose another --context. " in sunspot.err
-    assert "the stop marker is in storage, so the run saves and ends by itself; `sunspot stop run " in sunspot.err
+    assert "the stop marker is in storage, so the run will save and stop; `sunspot stop run " in sunspot.err
     assert stop_requested(sunspot.run)
     assert cluster.jobs
 

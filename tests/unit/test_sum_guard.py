@@ -11,12 +11,15 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from sunspot.elastic.membership_channel import RegroupError
+from sunspot.elastic.messages import Command
+from sunspot.parallel.decisions import StepActions
 from sunspot.parallel.process_group import ProcessGroups
 from sunspot.parallel.sum_guard import SumGuard
 from sunspot.settings import Settings
@@ -133,6 +136,22 @@ class GroupOnDevice:
         with self.stream:
             return [self.stream.queued for _ in take_steps(self._worker, last)]
 
+    def report(self) -> tuple[list[int], list[int]]:
+        """Make the worker report its steps. Return the steps that are recorded as taken, and those that are shown."""
+        worker = self._worker
+        recorded, shown = list[int](), list[int]()
+        took_step = worker.checkpoints.took_step
+
+        def record(step: int, rows: Any, in_doubt: bool = False) -> None:
+            recorded.append(step - in_doubt)
+            took_step(step, rows)
+
+        worker.checkpoints.took_step = record  # type: ignore[method-assign]
+        worker.checkpoints.due = lambda *_: StepActions()  # type: ignore[method-assign]
+        worker.commands = Mock(poll=Command)
+        worker.reporter = Mock(due=lambda: False, took_step=lambda step, *_: shown.append(step))
+        return recorded, shown
+
     def leave(self) -> int | None:
         """Leave the group, and return the step of the remaining state, or None if no state remains."""
         with self.stream, self._hooks:
@@ -168,6 +187,20 @@ def test_after_an_abort_at_any_point_the_state_is_that_of_the_last_complete_step
             parameter.grad = None
         list(take_steps(join(learner, SumGuard(), step), STEPS))
         assert are_equal(state_of(learner), states[STEPS]), abort_at
+
+
+def test_a_cancelled_step_is_neither_shown_nor_recorded_as_taken(group: dist.ProcessGroup) -> None:
+    """Otherwise, the receipt of a loss would count the step as replayed."""
+    ends = GroupOnDevice(warmed_up(group), math.inf).train(STEPS)
+    for abort_at in range(ends[1], ends[2], 4):
+        trained = GroupOnDevice(warmed_up(group), math.inf, abort_at, told=False)
+        recorded, shown = trained.report()
+        with pytest.raises(RegroupError):
+            trained.train(STEPS + 2)
+        step = trained.leave()
+        assert step
+        assert max(recorded) <= step, abort_at
+        assert max(shown) <= step, abort_at
 
 
 def warmed_up(group: dist.ProcessGroup, **task_args: str) -> Learner:
@@ -275,7 +308,7 @@ def test_the_guard_learns_of_an_abort_before_a_connection_is_closed() -> None:
             self.connected = bool(ours.send(b"x"))
 
     groups = ProcessGroups(CPU, 1.0)
-    with groups.forming():
+    with groups.forming(lambda: False):
         listening = socket.create_server(("127.0.0.1", 0))
         ours = socket.create_connection(listening.getsockname())
     groups.sums = guard = Watching()

@@ -61,7 +61,7 @@ def test_a_checkpoint_that_is_newest_and_best_is_shown_once(run: Run, capsys: py
     assert b"Succeeded" in run.storage.read(run.key("report.html"))
 
 
-def test_a_misspelt_metric_is_reported(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelled_metric_is_reported(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     write_status_as_is(run, STATUS)
     commit(run, start(begin(run), "job", **attempt_metadata(checkpoint_metric="lots")), 5, loss=0.5)
     assert (

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from sunspot.checkpoint import SavedObjects
+from sunspot.elastic.claim import StartPoint
 from sunspot.elastic.copies import LiveState, SurvivingState
 from sunspot.elastic.membership import Generation, Member
 from sunspot.elastic.membership_channel import MembershipAddress, RegroupError
@@ -45,14 +47,40 @@ def on_device(device: str, address: MembershipAddress, limit_s: float) -> Surviv
         return Survivor(address, limit_s)
 
 
-def test_a_process_keeps_its_own_state_until_it_loads_a_newer_state() -> None:
+def continue_in_place(survivor: Survivor, attempt: Attempt, place: WorkerPlace | None = None) -> None:
+    """Let a process continue from the live state that `attempt` starts from."""
+    start = StartPoint(attempt, live=SurvivingState(FURTHEST.checkpoint, True, (0,)))
+    place = place or WorkerPlace()
+    build = partial(MagicMock, place=place)
+    survivor.continue_from(place, start, build, Mock(paused=nullcontext), LocalControl())
+
+
+@pytest.fixture
+def received(monkeypatch: pytest.MonkeyPatch) -> TrainingState:
+    """Let each process receive a state without another process, and return this state."""
+    state = TrainingState(model={}, metrics={"loss": 1.0}, taken=7.0, ledger=("window",), tier=IN_PLACE)
+    monkeypatch.setattr(survivors, "hand_over", lambda *_: state)
+    for name in ("shard_model_state", "load_rest", "load_weights", "same_parameters"):
+        monkeypatch.setattr(survivors, name, MagicMock())
+    return state
+
+
+def test_a_process_keeps_its_own_state_until_it_loads_a_newer_state(
+    received: TrainingState, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Until then, the group can return to the older state. While the process loads, it has no usable state."""
     survivor = on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0)
-    survivor.kept = BEHIND, StateMetadata({}, 0.0, ())
-    attempt = Attempt(3, "job", FURTHEST.checkpoint, 5)
-    state = TrainingState(taken=7.0, tier=IN_PLACE)
-    with survivor.replacing_state(attempt, state):
-        assert survivor.kept is None
+    own = survivor.kept = BEHIND, StateMetadata({}, 0.0, ())
+    found: list[Any] = []
+
+    def receive(*_: object) -> TrainingState:
+        found.append(survivor.kept)
+        return received
+
+    monkeypatch.setattr(survivors, "hand_over", receive)
+    monkeypatch.setattr(survivors, "load_weights", lambda *_: found.append(survivor.kept))
+    continue_in_place(survivor, Attempt(3, "job", FURTHEST.checkpoint, 5))
+    assert found == [own, None]
     assert survivor.kept
     assert survivor.kept[0].checkpoint == checkpoint_name(5, 3)
 
@@ -95,7 +123,7 @@ def test_the_loss_of_the_sender_ends_the_transfer_of_a_large_tensor_at_once(tmp_
 
 
 @pytest.mark.parametrize(("hang_timeout_s", "limits_s"), [(300.0, [900.0]), (0.0, [])])
-def test_a_process_that_hangs_while_it_prepares_alone_is_ended(
+def test_a_process_that_hangs_while_it_builds_its_model_alone_is_stopped(
     hang_timeout_s: float, limits_s: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     active = list[float]()
@@ -117,13 +145,11 @@ def test_a_process_that_hangs_while_it_prepares_alone_is_ended(
     assert not active
 
 
-def test_a_process_that_received_a_state_can_offer_it_before_its_group_trains() -> None:
+def test_a_process_that_received_a_state_can_offer_it_before_its_group_trains(received: TrainingState) -> None:
     """Otherwise, all processes would return to a copy if the only other process with the state died then."""
     survivor = on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0)
     attempt = Attempt(3, "job", FURTHEST.checkpoint, 5, nonce="11111111")
-    state = TrainingState(metrics={"loss": 1.0}, taken=7.0, ledger=("window",), tier=IN_PLACE)
-    with survivor.replacing_state(attempt, state):
-        pass
+    continue_in_place(survivor, attempt)
     assert survivor.kept == (
         LiveState(checkpoint_name(5, 3, "11111111"), evaluated=True),
         StateMetadata({"loss": 1.0}, 7.0, ("window",)),
@@ -162,14 +188,43 @@ def test_members_with_the_state_share_the_work_of_sending_it(tmp_path: Path) -> 
     assert in_processes(tmp_path, 4, act) == [3.0, None, 1.0, None]
 
 
-@pytest.mark.parametrize("live", [False, True])
-def test_either_all_members_of_a_group_build_a_model_or_none_do(live: bool) -> None:
+def test_a_process_that_received_a_shard_does_not_offer_the_whole_state(received: TrainingState) -> None:
+    """Otherwise, a group that has lost all other shards would train with this shard in their place."""
+    survivor = on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0)
+    place = WorkerPlace(rank=3, world_size=4, replicas=Mock(degree=2))
+    survivor.prepare(lambda: MagicMock(place=place))
+    continue_in_place(survivor, Attempt(3, "job", FURTHEST.checkpoint, 5), place)
+    assert survivor.kept
+    assert survivor.kept[0][2:] == (1, 2)
+
+
+def test_all_members_of_a_group_that_continues_in_place_have_a_model(received: TrainingState) -> None:
     """Otherwise, a prepared process and a process that started when no group trained would wait for each other."""
     prepared, other = (on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0) for _ in range(2))
-    prepared.prepare(Mock)
+    prepared.prepare(lambda: MagicMock(place=WorkerPlace()))
+    before = prepared.learner
     for each in (prepared, other):
-        each.align(live, Mock)
-    assert [bool(each.learner) for each in (prepared, other)] == [live, live]
+        continue_in_place(each, Attempt(3, "job", FURTHEST.checkpoint, 5))
+    assert other.learner
+    assert prepared.learner is before
+
+
+@pytest.mark.parametrize("handed_over", [True, False])
+def test_workers_whose_parameters_differ_all_return_to_an_earlier_copy(
+    handed_over: bool, received: TrainingState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last bits of the parameters can differ between different kinds of processors, which is not a failure."""
+    loaded = Mock()
+    monkeypatch.setattr(survivors, "load_weights", loaded)
+    monkeypatch.setattr(survivors, "same_parameters", lambda *_: False)
+    monkeypatch.setattr(survivors, "hand_over", lambda *_: replace(received, model={} if handed_over else None))
+    survivor = on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0)
+    survivor.kept = FURTHEST, StateMetadata({}, 0.0, ())
+    with pytest.raises(RegroupError):
+        continue_in_place(survivor, Attempt(2, "me", FURTHEST.checkpoint, 5))
+    assert loaded.called is handed_over
+    assert survivor.kept is None
+    assert survivor.learner is None
 
 
 def test_a_group_stops_forming_if_it_is_closed_before_it_has_a_socket(set_constants: SetConstants) -> None:
@@ -226,7 +281,7 @@ def test_a_superseded_worker_ends_the_run_only_if_another_driver_owns_it(
 
 
 @pytest.mark.parametrize(("rank", "told"), [(0, True), (1, False)])
-def test_a_replacement_reports_a_fatal_error_if_no_trained_worker_is_left(
+def test_a_replacement_reports_a_fatal_error_if_no_trained_worker_remains(
     rank: int, told: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Otherwise the run would end because of MAX_FAILURES lost workers, instead of with the error's exit code."""
@@ -293,7 +348,7 @@ class Ended(BaseException):
 
 
 @pytest.mark.parametrize(("others_train", "trained"), [(True, False), (True, True), (False, False)])
-def test_a_replacement_that_cannot_train_ends_only_itself(
+def test_a_replacement_that_cannot_train_does_not_stop_workers_that_train(
     others_train: bool, trained: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     survivor = on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0)

@@ -87,7 +87,7 @@ def test_dataset_items_become_columns_with_the_same_values(item: Any, expected: 
     assert {name: (value.dtype.name, value.tolist()) for name, value in found.items()} == expected
 
 
-def test_colour_images_get_their_channels_first() -> None:
+def test_color_images_become_channels_first() -> None:
     pixels = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
     assert np.array_equal(to_columns(Image.fromarray(pixels), "row 0")["image"], pixels.transpose(2, 0, 1))
 

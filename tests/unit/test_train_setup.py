@@ -22,7 +22,6 @@ from sunspot.background import Background
 from sunspot.data.order import Steps
 from sunspot.elastic.claim import StartPoint
 from sunspot.elastic.control import ControlChannel
-from sunspot.elastic.membership_channel import RegroupError
 from sunspot.elastic.messages import Command, Incident
 from sunspot.elastic.receipts import Phases
 from sunspot.elastic.restore import TrainingState
@@ -30,7 +29,7 @@ from sunspot.errors import SettingsError
 from sunspot.parallel.collectives import WorkerPlace
 from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.run import Claimant, Run, open_run
-from sunspot.run.attempts import IN_PLACE, Attempt, Metadata
+from sunspot.run.attempts import Attempt, Metadata
 from sunspot.run.history import Journal, read_journal
 from sunspot.run.logs import rank_stream, read_stream
 from sunspot.settings import JobContext, Settings
@@ -126,24 +125,6 @@ def test_a_final_state_that_is_only_in_memory_is_evaluated_and_saved_again(
     setup = WorkerSetup(plan, nothing, start, place, None, cast(Any, Watched()), nothing, nothing)
     build.build_worker(setup, TrainingState(tier=tier, metrics={"evaluations_since_best": stale}), Phases())
     assert begun[0].evaluated is not again
-
-
-@pytest.mark.parametrize("handed_over", [True, False])
-def test_workers_whose_parameters_differ_all_return_to_an_earlier_copy(
-    handed_over: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The last bits of the parameters can differ between different kinds of processors, which is not a failure."""
-    for name in ("load_weights", "load_rest", "same_parameters"):
-        monkeypatch.setattr(build, name, MagicMock(return_value=False))
-    survivor, nothing = MagicMock(), cast(Any, None)
-    plan: Any = SimpleNamespace(settings=Settings(), total_steps=10)
-    start, place = StartPoint(Attempt(2, "me", None, 5)), WorkerPlace(MagicMock(), rank=1, nodes=["node", "node"])
-    setup = WorkerSetup(plan, nothing, start, place, None, cast(Any, Watched()), nothing, nothing, survivor)
-    state = TrainingState(model={} if handed_over else None, tier=IN_PLACE)
-    with pytest.raises(RegroupError):
-        build.build_worker(setup, state, Phases())
-    survivor.forget.assert_called_once_with()
-    assert survivor.replacing_state.call_count == handed_over
 
 
 def test_a_skipped_evaluation_is_recorded_as_an_event(tmp_path: Path, warned: list[str]) -> None:
@@ -388,7 +369,7 @@ def test_the_last_lines_and_metrics_are_stored_before_a_restart(
 
 
 @pytest.mark.parametrize(("write_s", "left_s"), [(1, 30), (60, 1)])
-def test_workers_end_once_all_output_is_stored_or_the_notice_is_over(
+def test_workers_exit_once_all_output_is_stored_or_the_notice_is_over(
     write_s: float, left_s: float, tmp_path: Path, set_constants: SetConstants
 ) -> None:
     """Only rank 0 knows about the notice, and the output of rank 1 takes a long time to store."""

@@ -152,7 +152,7 @@ def test_the_list_shows_the_state_of_each_run_and_can_be_searched(tmp_path: Path
         ReadOnlyStorage(storage).write("digits/stop.json", b"{}")
 
 
-def test_the_page_of_a_run_shows_its_report_and_the_end_of_its_log(tmp_path: Path) -> None:
+def test_the_page_of_a_run_shows_its_report_and_the_tail_of_its_log(tmp_path: Path) -> None:
     run = trained(Run(LocalStorage(str(tmp_path)), "digits"))
     for stream, words in (
         ("driver-20261125T000000000Z", "\x1b[32mstep 188\x1b[0m <b>"),
@@ -486,7 +486,7 @@ def test_the_list_does_not_read_the_events_of_a_huge_run(tmp_path: Path) -> None
     assert incidents == {"digits": 1, "large": None}
 
 
-def test_the_ui_command_prints_its_address_and_ends_on_ctrl_c(tmp_path: Path) -> None:
+def test_the_ui_command_prints_its_address_and_exits_on_ctrl_c(tmp_path: Path) -> None:
     ended(LocalStorage(str(tmp_path)), "digits")
     [words] = find_commands("sh ui")
     command = [REPOSITORY / words.split()[0], *words.split()[1:], "--storage", str(tmp_path), "--port", "0", "--json"]

@@ -144,7 +144,7 @@ def test_buffers_that_a_loop_changes_between_two_steps_are_kept(replaced: bool) 
     assert torch.equal(model.average, torch.ones(2, 2))
 
 
-def test_a_teacher_model_updated_in_each_pass_is_reported_if_some_steps_have_more_passes() -> None:
+def test_a_teacher_model_updated_in_each_pass_is_reported_if_the_number_of_passes_per_step_varies() -> None:
     """A step has more forward passes if there are fewer workers."""
     model: Any = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in ("student", "teacher")})
     undo = StepUndo(model, torch.optim.SGD(model["student"].parameters(), 0.1))

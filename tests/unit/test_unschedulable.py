@@ -103,13 +103,13 @@ ON_L4 = {"nodeSelector": L4}
 @pytest.mark.parametrize(
     ("said", "asked", "nodes", "first"),
     [
-        ([UNNAMED, LABELS], pod(**ON_L4), [MAIN, *PLAIN], (NO_NODE, 2, "not labelled gpu=l4")),
+        ([UNNAMED, LABELS], pod(**ON_L4), [MAIN, *PLAIN], (NO_NODE, 2, "not labeled gpu=l4")),
         (["3 node(s) had untolerated taint(s)"], pod(), [MAIN, node("a", taints=["team"])], (TAINT, 1, "team")),
         ([UNNAMED], pod(), [MAIN], (TAINT, 1, "node-role.kubernetes.io/control-plane")),
         # A node has the labels, so they are right. Its taint keeps the pod away.
         ([UNNAMED, LABELS], pod(**ON_L4), [*PLAIN, node("l4", L4, ["team"])], (TAINT, 1, "team")),
         # A toleration would not help, because that node lacks the label, too.
-        ([UNNAMED, LABELS], pod(**ON_L4), [*PLAIN, node("c", taints=["team"])], (NO_NODE, 2, "not labelled gpu=l4")),
+        ([UNNAMED, LABELS], pod(**ON_L4), [*PLAIN, node("c", taints=["team"])], (NO_NODE, 2, "not labeled gpu=l4")),
         ([UNNAMED], pod(**ON_L4), [*PLAIN, node("l4", L4, ready=False)], (NODES, 1, "not ready")),
         ([UNNAMED], pod(**ON_L4), [*PLAIN, node("l4", L4, unschedulable=True)], (NODES, 1, "cordoned")),
         # Nodes without GPUs are not GPU nodes that are too small.
@@ -137,7 +137,7 @@ def test_scheduling_obstacles_are_read_from_the_nodes(
 def test_both_obstacles_of_a_node_are_reported() -> None:
     tainted = node("a", taints=["team"])
     [one, other] = find_refusals(message(UNNAMED), pod(**ON_L4), [MAIN, tainted])
-    assert (one.kind, one.others) == (TAINT, ("not labelled gpu=l4",))
+    assert (one.kind, one.others) == (TAINT, ("not labeled gpu=l4",))
     assert (other.kind, other.others) == (NO_NODE, ("taint team not tolerated",))
 
 
@@ -157,7 +157,7 @@ def test_each_reason_is_reported_once() -> None:
     assert [finding.finding for finding in findings] == [NO_NODE, TAINT]
     assert [finding.details["pods"] for finding in findings] == [["w-3"], ["w-1", "w-2", "w-3"]]
     [finding] = explain(said, [MAIN, *PLAIN], nodeSelector=L4)
-    assert finding.evidence.startswith("no node has what 3 pods (w-1, w-2, w-3) select (gpu=l4): 2 nodes not labelled")
+    assert finding.evidence.startswith("no node has what 3 pods (w-1, w-2, w-3) select (gpu=l4): 2 nodes not labeled")
 
 
 def test_scheduling_reasons_keep_their_order_among_all_findings() -> None:

@@ -27,6 +27,7 @@ from sunspot.submitter.cluster.api import UnreachableError
 from sunspot.submitter.cluster.observation import MAX_OUTAGE_S, RunAccess, RunSnapshot, follow
 from sunspot.submitter.cluster.progress_lines import ProgressLines
 from sunspot.submitter.cluster.state import ClusterSeen
+from sunspot.submitter.manifest.pods import set_variable
 from sunspot.submitter.manifest.render import settings_of
 from tests.harness.commands import Command
 from tests.harness.constants import SetConstants
@@ -94,6 +95,32 @@ def test_wait_follows_a_run_until_it_succeeds(
     assert list(dict.fromkeys(states)) == ["pending", "starting", "running", "succeeded"]
     assert sunspot.lines[0]["reason"] == "2 worker pods wanted, 0 running; the others are starting"
     assert sunspot.lines[-1]["step"] == 10
+
+
+def test_a_run_that_moves_within_its_namespace_is_shown_as_running(
+    cluster: FakeCluster, run: Run, sunspot: Command, when: Callable[..., None]
+) -> None:
+    cluster.put_job(rayjob("run-0", created=time.time() - 100))
+    cluster.set_status("run-0", "Running", "RUNNING", rayClusterName="run-0-x")
+    cluster.pods = [pod(f"run-0-x-{name}", "run-0-x", head=name == "head") for name in ("head", "1", "2")]
+    coming = rayjob(JOB)
+    set_variable(coming, "SUNSPOT_JOB_ID", f"{JOB}#b@//west")
+    set_variable(coming, "SUNSPOT_MOVES_FROM", "run-0")
+    cluster.put_job(coming)
+    cluster.set_status(JOB, "Initializing", rayClusterName="run-1-x")
+    set_status(run, RunState.RUNNING, owner="run-0", step=3, world_size=2)
+    assert sunspot("status", "run", "--json") == 0
+    assert [sunspot.json[name] for name in ("state", "job", "pods_running")] == ["running", "run-0", 2]
+
+    def end() -> None:
+        set_status(run, RunState.SUCCEEDED, owner=f"{JOB}#b", attempt=2, step=10)
+        cluster.set_status(JOB, "Complete", "SUCCEEDED")
+
+    when(running=end)
+    assert sunspot("wait", "run", "--json", "--timeout", "60") == 0, sunspot.err
+    assert [line["state"] for line in sunspot.lines] == ["running", "succeeded"]
+    said = "2 workers train; its next place, west, is being warmed up: its pods are about to be created"
+    assert sunspot.lines[0]["reason"] == said
 
 
 @pytest.mark.parametrize(
@@ -374,7 +401,7 @@ def test_a_run_with_an_abandoned_head_is_restarted_as_the_same_job(
     )
 
 
-def test_head_restarts_are_limited_without_a_new_checkpoint(
+def test_the_number_of_head_restarts_without_a_new_checkpoint_is_limited(
     cluster: FakeCluster, run: Run, sunspot: Command, uids: list[str], when: Callable[..., None]
 ) -> None:
     given = rayjob(JOB)
@@ -573,6 +600,13 @@ def test_status_prints_the_total_cost_of_incidents(cluster: FakeCluster, run: Ru
     assert "incidents:  3 (2 preempted, 1 node lost), 7 steps replayed" in lines
     assert f"warning:    {warning}" in lines
     assert "saves:      40.0 s to commit (notice: 30 s); copied to memory every 41 steps" in lines
+
+    lost = start(run, JOB, checkpoint_name(5, 5), tier="storage", world_size=2)
+    write_receipt(run, lost, len(causes), Cause.DRIVER_LOST, last_step=8, at_least=True)
+    assert sunspot("status", "run", "--json") == 0
+    assert (sunspot.json["steps_replayed"], sunspot.json["replayed_at_least"]) == (10, True)
+    assert sunspot("status", "run") == 0
+    assert "4 (2 preempted, 1 node lost, 1 driver lost), at least 10 steps replayed" in sunspot.out
 
 
 @pytest.mark.parametrize("how", ["unreachable", "none", "gone"])

@@ -122,7 +122,7 @@ def test_a_sharded_model_begins_with_the_weights_of_a_file(
     assert in_processes(tmp_path, 2, compare) == [True, True]
 
 
-def test_a_worker_needs_memory_only_for_its_part_and_a_buffer(tmp_path: Path, set_constants: SetConstants) -> None:
+def test_a_worker_needs_memory_only_for_its_shard_and_a_buffer(tmp_path: Path, set_constants: SetConstants) -> None:
     set_constants(sunspot.checkpoint.weight_files, PIECE_BYTES=1 << 20)
     build = lambda: nn.Sequential(*(nn.Linear(1024, 4096) for _ in range(8)))  # noqa: E731
     file, small = save_one_file(build(), tmp_path), save_with_torch(Tied(), tmp_path)

@@ -74,7 +74,7 @@ def test_num_workers_must_be_a_multiple_of_shard_degree() -> None:
 
 
 @given(st.lists(st.integers(0, 9), max_size=6), st.integers(1, 8))
-def test_ray_is_offered_room_for_whole_replicas_only(rooms: list[int], multiple: int) -> None:
+def test_only_resources_for_whole_replicas_are_offered_to_ray(rooms: list[int], multiple: int) -> None:
     per_worker = {"CPU": 0.5, "GPU": 1.0}
     reserved = {str(node): {"CPU": 64.0, "GPU": float(room)} for node, room in enumerate(rooms)}
     offered = [workers_in(there, per_worker) for there in without_surplus(reserved, per_worker, multiple).values()]

@@ -17,9 +17,9 @@ To write an adapter:
 5. If a Ray trainer other than TorchTrainer must start the workers, define `find_ray_trainer`. If a task has
    `find_ray_trainer` or `library_loop`, all workers are restarted after one is lost. With any other task, the
    remaining workers keep training, so the task's `train(run)` must take every step through `run`.
-6. In the class attribute `uncalled`, list the functions of a task's module that the library never calls. Pass the
-   settings that the library ignores to `Task.__init__` as `unread`. Both mappings have names as keys and reasons as
-   values.
+6. In the class attribute `uncalled`, list the functions of a task's module that the library never calls. In the
+   argument `unread` of `Task.__init__`, list the settings that the library ignores. Both are mappings from names to
+   reasons.
 
 Adapters may import all layers below `tune/`. Nothing imports adapters, because `load_task` finds them by name. A
 library is imported only for the tasks that use it.

@@ -87,7 +87,7 @@ class TreesTask(Task):
         return model(batch)
 
     def show(self, model: Trees, rows: Batch) -> dict[str, Any]:
-        """Return a table of the most important features by gain, for the report."""
+        """Return a table of the features with the largest gain, for the report."""
         gains = sorted(model.importance().items(), key=lambda feature: -feature[1])
         names = names_of(rows)
         total = sum(gain for _, gain in gains)

@@ -153,9 +153,9 @@ class KerasTask(Task):
         own = model.built_rate
         if not isinstance(own, float):
             raise self.error(
-                "the optimizer of its Keras model has a learning rate schedule "
+                "the Keras model's optimizer has a learning rate schedule "
                 f"({type(model.keras.optimizer).__name__} with {own.get('class_name')}), but {PREFIX}SCHEDULE and "
-                f"{PREFIX}WARMUP_STEPS set the rate of each step; give the optimizer a fixed rate instead"
+                f"{PREFIX}WARMUP_STEPS set each step's learning rate; give the optimizer a fixed learning rate"
             )
         given = settings.learning_rate != Settings.model_fields["learning_rate"].default
         rounded = float(f"{own:.7g}")  # Keras stores it in float32

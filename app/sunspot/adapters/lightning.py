@@ -110,8 +110,8 @@ class LightningTask(Task):
         self._schedulers = trainer.strategy.lr_scheduler_configs
         if any(config.reduce_on_plateau for config in self._schedulers):
             raise self.error(
-                "its scheduler follows a metric (ReduceLROnPlateau); a run can resume from any step, so its learning "
-                "rates must be a function of the step; choose another scheduler"
+                "the module's scheduler follows a metric (ReduceLROnPlateau), but a run can resume from any step, so "
+                "the learning rate must depend only on the step; choose another scheduler"
             )
         # Reset only the options that schedulers set or add. The optimizer may keep state in other options (Prodigy).
         kept = optimizer.defaults.keys() - SET_BY_SCHEDULERS

@@ -141,10 +141,12 @@ class RowWeightedDDPStrategy(RayDDPStrategy):
 
 
 class StepCallback(Callback):
-    """Steps the schedulers, ends each epoch's last step, and makes the optimizer wait until the state has been copied.
+    """Steps the schedulers, and makes the optimizer wait until the state is copied.
 
-    It replaces Ray's `RayTrainReportCallback`, whose uploads delay training and can lose files without an error.
-    Sunspot commits its own checkpoints with a manifest (checkpoint/commit.py), and reports only metrics to Ray.
+    It also ends the last step of each epoch. Any other step ends when the Trainer requests the next batch.
+
+    This callback replaces Ray's `RayTrainReportCallback`, whose uploads delay training and can lose files without an
+    error. Sunspot commits its own checkpoints with a manifest (checkpoint/commit.py), and reports only metrics to Ray.
     """
 
     def __init__(self, run: LightningRun, task: LightningTask) -> None:

@@ -178,7 +178,7 @@ class TrainerTask(Task):
         return number_rows(splits.train), number_rows(splits.test, held_out=True) if splits.test is not None else None
 
     def _refuse(self, trainer: Trainer, rows: list[int]) -> None:
-        """Raise `SettingsError` if the Trainer uses unsupported features, or other numbers of rows than `rows`.
+        """Raise `SettingsError` if the Trainer uses unsupported features, or if its numbers of rows differ from `rows`.
 
         `rows` contains the number of training rows and the number of held-out rows.
         """
@@ -186,14 +186,14 @@ class TrainerTask(Task):
         own = [each for each in ROW_METHODS if getattr(type(trainer), each) is not getattr(Trainer, each)]
         if own:
             raise self.error(
-                f"its {name} chooses rows itself ({own[0]}), so a different number of workers would train on different "
+                f"the {name} chooses rows itself ({own[0]}), so a different number of workers would train on different "
                 f"rows; use a Trainer that does not override {own[0]}"
             )
         given = [f"{each}={value!r}" for each in REFUSED if (value := getattr(args, each, None))]
         if given:
             raise self.error(
-                f"its arguments contain {given[0]}; remove this argument, because checkpoints would lack shards, "
-                "loss scales, and other state that the Trainer keeps or saves itself"
+                f"the Trainer's arguments contain {given[0]}; remove this argument, because the Trainer would keep "
+                "state, such as shards or loss scales, that checkpoints lack"
             )
         if "lomo" in args.optim or "layerwise" in args.optim:
             raise self.error(
@@ -202,8 +202,8 @@ class TrainerTask(Task):
         plateau = args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
         if plateau or isinstance(trainer.lr_scheduler, ReduceLROnPlateau):
             raise self.error(
-                "its scheduler follows a metric; a run can resume from any step, so its learning rates must be a "
-                "function of the step; choose another scheduler"
+                "the Trainer's scheduler follows a metric, but a run can resume from any step, so the learning rate "
+                "must depend only on the step; choose another scheduler"
             )
         if trainer.compute_metrics or trainer.model_init:
             raise self.error(
@@ -215,7 +215,7 @@ class TrainerTask(Task):
         ):
             if count(dataset) != there:
                 raise self.error(
-                    f"the {kind}_dataset of its {name} has {max(0, count(dataset))} rows, but build_dataset returned "
+                    f"the {name}'s {kind}_dataset has {max(0, count(dataset))} rows, but build_dataset returned "
                     f"{there}; pass all of these rows to the {name}, and pack or filter them in build_dataset"
                 )
 

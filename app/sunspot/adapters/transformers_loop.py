@@ -1,7 +1,7 @@
 """The training loop for tasks with a Trainer from transformers.
 
-Accelerate wraps the model, as in an ordinary script. It uses Ray Train's process group and environment. The Trainer's
-arguments control precision, DDP, and the work that only one process per node does.
+Accelerate wraps the model, as in an ordinary script, and uses Ray Train's process group and environment. The Trainer's
+arguments control precision and DDP, and determine which work only one process per node does.
 """
 
 from collections import deque
@@ -133,9 +133,9 @@ class TrainerRun(LibraryRun):
 
 
 class StepCallback(TrainerCallback):
-    """Starts the Trainer at the run's position, and ends each epoch's last step.
+    """Starts the Trainer at the run's position, and makes the optimizer wait until the state has been copied.
 
-    It also makes the optimizer wait until the state has been copied.
+    It also ends the last step of each epoch. Any other step ends when the Trainer requests the next batch.
     """
 
     def __init__(self, run: TrainerRun, task: TrainerTask) -> None:

@@ -1,9 +1,9 @@
 """The exponential moving average (EMA) of a run's weights, which its checkpoints store in `model.pt`.
 
-Training continues from the trained weights, which a checkpoint stores as `trained` in each parameter's optimizer state.
-The format of checkpoints therefore stays the same, and under FSDP each worker has the average of its own part.
+Training continues from the trained weights. A checkpoint stores them as `trained` in each parameter's optimizer state,
+so it has the same files with or without an average. Under FSDP, each worker averages its own part of the weights.
 
-A 16-bit average would lose most of its updates, because they are smaller than its precision. The average of 16-bit
+A 16-bit average would lose most updates, because they are smaller than the precision of 16 bits. The average of 16-bit
 weights therefore has 32 bits. `model.pt` stores the average rounded to the weights' dtype, and the optimizer state
 stores it with full precision as `average`.
 """
@@ -91,7 +91,10 @@ class WeightAverage:
         }
 
     def _load(self, _: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Undo `exchange` in the optimizer's state. The model's state has already been loaded."""
+        """Undo `exchange`: load the trained weights and the average, and return the optimizer's state without them.
+
+        The parameters still contain the average, because the model's state is loaded first.
+        """
         trained = {number: values[TRAINED] for number, values in state["state"].items() if TRAINED in values}
         averages = {number: values[AVERAGE] for number, values in state["state"].items() if AVERAGE in values}
         if trained and self._decay:

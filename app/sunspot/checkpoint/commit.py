@@ -62,7 +62,7 @@ WRITTEN = "sunspot-written-{}"
 
 
 class CommitCoordinator:
-    """Makes all ranks commit the same snapshots as rank 0 if the state is sharded.
+    """Makes all ranks of a sharded state commit the same snapshots as rank 0.
 
     Rank 0 informs the other ranks through the group's store, so no thread waits in a collective for a rank that might
     have died. Only rank 0 lists the files in storage.
@@ -193,9 +193,10 @@ class CheckpointCommitter:
         self._previous = previous
 
     def stop_if_overtaken(self, attempts: list[Attempt]) -> bool:
-        """Stop all commits if the current or next commit is no longer allowed (`may_commit`). Return True if they stop.
+        """Stop all commits if the current or next commit is no longer allowed (`may_commit`).
 
-        `attempts` are all attempts of the run. This method does not wait for a commit to end.
+        Returns True if commits have stopped. `attempts` are all attempts of the run. This method does not wait for a
+        commit to finish.
         """
         snapshot = self._committing or next(iter(self._waiting), None)
         if snapshot and not may_commit(snapshot.manifest.name, self._attempt, attempts):
@@ -213,9 +214,9 @@ class CheckpointCommitter:
                 self._thread.start()
 
     def raise_if_failed(self) -> None:
-        """Raise the error that ended all commits, if any.
+        """Raise the error that stopped all commits, if any.
 
-        Commits end if another process owns the run, or if storage fails for too long.
+        Commits stop if another process owns the run, or if storage fails for too long.
         """
         if self._error:
             raise self._error
@@ -234,7 +235,7 @@ class CheckpointCommitter:
         return bool(done) and not self._dropped
 
     def close(self) -> None:
-        """Call `drain`, and end the thread."""
+        """Call `drain`, then stop the thread."""
         self.drain()
         with self._changed:
             self._closing = True
@@ -246,7 +247,7 @@ class CheckpointCommitter:
         """Start no more commits, because the group has ended.
 
         A commit in progress still finishes, unless the state is sharded. A sharded commit is stopped, because other
-        ranks may no longer add their parts.
+        ranks might not write their parts.
         """
         if self._coordinator.in_parts:
             self._stop()
@@ -363,7 +364,7 @@ class CheckpointCommitter:
     def _commit(self, snapshot: Snapshot) -> None:
         """Write a checkpoint.
 
-        Even if the process is killed in between, the new checkpoint is either complete or does not exist, and the
+        If the process is killed during the commit, the new checkpoint is either complete or does not exist, and the
         previous checkpoint stays intact.
         """
         snapshot.copied.result()

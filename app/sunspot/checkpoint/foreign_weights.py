@@ -76,7 +76,7 @@ def refuse_nested(own: Mapping[str, Any], state: Mapping[str, Any], origin: str)
 
 
 def without_wrappers(own: Mapping[str, Any], state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state_dict without prefixes of wrappers, such as `module.`, unless the model's own names have them."""
+    """Return a state_dict without wrappers' prefixes, such as `module.`, unless the model's own names have them."""
     best = state
     names = {name: str(name).replace(COMPILED_PREFIX, "") for name in state}
     while names:
@@ -90,7 +90,7 @@ def without_wrappers(own: Mapping[str, Any], state: dict[str, Any]) -> dict[str,
 
 
 def without_prefix(own: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
-    """Map a model's names to the names of the same weights in a larger state, such as `model.NAME`.
+    """Map the names of a model's weights to the names of the same weights in a larger state, such as `model.NAME`.
 
     Names with another prefix, and names in an optimizer's state, are omitted.
     """

@@ -2,8 +2,8 @@
 
 Each node stores these IDs with its copy of the state. A group that resumes from the copy writes the IDs that are not in
 storage yet. The IDs are the same on all nodes, because all nodes gather and drop them at the same steps. If workers
-can outlive each other, they exchange a step's IDs before the step changes parameters. Every worker that completes the
-step therefore knows the IDs of all rows in the step.
+can outlive each other (`plan.can_outlive`), they exchange a step's IDs before the step changes parameters. Every worker
+that completes the step therefore knows the IDs of all rows in the step.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Ledger:
             self._mine.append((step, rows))
 
     def unwritten_windows(self, step: int) -> list[tuple[Any, ...]]:
-        """Return the windows of rows up to `step` that might not be in storage yet. Does not contact other workers.
+        """Return the windows up to `step` that might not be in storage yet. Does not contact other workers.
 
         The rows of a later step are omitted, because that step was cancelled.
         """

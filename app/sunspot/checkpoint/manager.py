@@ -64,8 +64,8 @@ class CheckpointManager:
     ) -> None:
         """Create the manager of an attempt. `saved` contains the objects to save.
 
-        Copies outlive this process only if `memory` is given. `windows` are the restored windows of consumed rows.
-        `journals` are flushed before each commit.
+        Copies outlive this process only if `memory` is given. `windows` are the consumed rows that were restored with
+        the state (`LedgerWindow`). `journals` are flushed before each commit.
         """
         self._run = run
         self._attempt = attempt
@@ -131,11 +131,12 @@ class CheckpointManager:
             first, last = share(step_rows, self._place.world_size, 0)
             self._ledger.begin_exchange(step, rows, last - first)
 
-    def took_step(self, step: int, rows: torch.Tensor | None) -> None:
+    def took_step(self, step: int, rows: torch.Tensor | None, in_doubt: bool = False) -> None:
         """Record that `step` was taken, and that this worker consumed the `rows`, which are IDs, int64 [B].
 
+        If the step is `in_doubt`, the GPU may still cancel it, so the heartbeat in memory contains the previous step.
         Raises `SettingsError` after the first step if a restart could not load the state. Also raises the error that
-        ended all commits, if there was one, because some loops never call `wait_for_copy`.
+        stopped all commits, if there was one, because some loops never call `wait_for_copy`.
         """
         if self._committer:
             self._committer.raise_if_failed()
@@ -145,7 +146,8 @@ class CheckpointManager:
             self._snapshots.reserve()
         self._optimizer_only.after_step()
         self._ledger.add_step(step, rows)
-        self._memory.heartbeat(self._attempt.number, step)
+        place = self._place
+        self._memory.heartbeat(self._attempt.number, step - 1 if in_doubt else step, place.shard, place.shards)
 
     def due(self, step: int, step_s: float) -> StepActions:
         """Return the actions due after `step`, except reports and commands. The step took `step_s` seconds."""
@@ -171,8 +173,8 @@ class CheckpointManager:
     ) -> None:
         """Begin to copy the state at `step` to memory. If `to_storage` is set, the copy becomes a checkpoint.
 
-        `evaluated` is False if an epoch ends at `step` without an evaluation. A copy that is for storage or `needed`
-        waits for the previous copy. Any other copy is skipped while the previous copy is in progress. Call
+        `evaluated` is False if `step` ends an epoch that has not been evaluated yet. A copy that is for storage or
+        `needed` waits for the previous copy. Any other copy is skipped while the previous copy is in progress. Call
         `wait_for_copy` before parameters change.
         """
         # CPU time excludes the wait for slower workers. The next gradients would wait for them anyway.
@@ -192,7 +194,7 @@ class CheckpointManager:
             committer.commit(snapshot)
 
     def wait_for_copy(self) -> None:
-        """Block until it is safe to change parameters. Raises the error that ended all commits, if there was one.
+        """Block until it is safe to change parameters. Raises the error that stopped all commits, if there was one.
 
         Call this once the gradients of the next optimizer step are known.
         """
@@ -205,7 +207,7 @@ class CheckpointManager:
     def drain(self, timeout_s: float | None = None) -> bool:
         """Wait until the newest snapshot is committed. Return False after `timeout_s`, or if the snapshot was dropped.
 
-        Raises the error that ended all commits, if there was one.
+        Raises the error that stopped all commits, if there was one.
         """
         return self._committer.drain(timeout_s) if self._committer else True
 
@@ -328,7 +330,7 @@ class CheckpointManager:
 
 
 class SnapshotInterval:
-    """The shortest interval at which snapshots take at most a given fraction of the time."""
+    """The shortest interval at which snapshots take at most a given fraction of the training time."""
 
     def __init__(self, fraction: float, start: int) -> None:
         """Begin the first interval at step `start`. A `fraction` of 0 disables snapshots."""

@@ -20,6 +20,7 @@ import torch
 from sunspot.background import start_thread
 from sunspot.checkpoint.memory_files import (
     HEARTBEAT,
+    Heartbeat,
     MemorySnapshot,
     keep_newest,
     list_snapshots,
@@ -199,22 +200,22 @@ class NodeMemory:
         """The slot with the newest complete copy, or None."""
         return next((slot for slot in self._slots if Use.NEWEST in slot.uses), None)
 
-    def heartbeat(self, attempt: int, step: int) -> None:
-        """Record in shared memory that `step` was taken."""
+    def heartbeat(self, attempt: int, step: int, shard: int = 0, shards: int = 1) -> None:
+        """Record in shared memory that `step` was taken by a worker with this shard of the state."""
         if self._heartbeat is not None:
-            HEARTBEAT.pack_into(self._heartbeat, 0, attempt, step, time.time())
+            HEARTBEAT.pack_into(self._heartbeat, 0, *Heartbeat(attempt, step, time.time(), shard, shards))
 
     # Slots, in the training thread.
 
     def expect_copies(self, count: int) -> None:
-        """Require memory for `count` copies on the node before a slot is created."""
+        """Require memory for `count` copies on the node before the first slot in shared memory is created."""
         self._copies = count
 
     def free_slot(self, size: int, needed: bool, device: torch.device | None = None) -> Slot | None:
-        """Return a free slot of `size` bytes, or None if all are in use.
+        """Return a free slot of `size` bytes, or None if all are in use or a slot is still being created.
 
-        If no slot is free and `needed` is set, a slot is created at once. Another slot is created in the background
-        (`reserve`) if no slot is free now, or if no slot will be left after this copy.
+        If `needed` is set, a missing slot is created at once, so the result is never None. If None is returned, or
+        if uploads use all other slots, a slot for a later copy is created in the background (`reserve`).
         """
         if self._making:
             if not needed and not self._making.done():
@@ -328,7 +329,7 @@ class NodeMemory:
                 self._failing = True
                 self._log(
                     f"the copy at step {step} is not kept in shared memory: {problem}; "
-                    "until a copy succeeds, losing a worker takes the run back to the previous copy or checkpoint"
+                    "if a worker is lost before a copy succeeds, the run returns to the previous copy or checkpoint"
                 )
             return
         first = not self.newest
@@ -353,7 +354,11 @@ class NodeMemory:
             self._log(f"copies in shared memory are paused: {why}; {FALLBACK}")
 
     def keep_parts_of(self, checkpoint: str | None) -> None:
-        """Remove all copied parts except those of `checkpoint`, which are kept until there is a newer copy."""
+        """Remove this process's copies of parts, except those of the state that `checkpoint` names.
+
+        If `checkpoint` is None, all copies of parts are removed. Otherwise, those of the named state are kept until
+        there is a newer copy.
+        """
         slots = {slot.file: slot for slot in self._slots}
         for held in list_snapshots(self.directory) if self.directory else ():
             if not held.parts:

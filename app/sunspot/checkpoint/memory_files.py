@@ -43,8 +43,21 @@ MAX_PROCESSES = 64
 STALE_S = 24 * 3600
 """Seconds after which copies of other runs are removed."""
 
-HEARTBEAT = struct.Struct("<qqd")
-"""Binary format of a heartbeat: the attempt, the step, and the time in seconds since the Unix epoch."""
+HEARTBEAT = struct.Struct("<qqdqq")
+"""Binary format of a `Heartbeat`."""
+
+
+class Heartbeat(NamedTuple):
+    """The last step that a process is known to have taken."""
+
+    attempt: int
+    step: int
+    time: float
+    "Time of the step, in seconds since the Unix epoch."
+    shard: int = 0
+    "Index of the process's shard of the state."
+    shards: int = 1
+    "Number of shards of the state."
 
 
 @dataclass(frozen=True)
@@ -133,14 +146,15 @@ def find_parts(location: str) -> tuple[MemorySnapshot, ...]:
     return tuple(snapshot for snapshot in _list_all(location) if snapshot.parts)
 
 
-def find_heartbeats(location: str) -> list[tuple[int, int, float]]:
-    """Return the attempt, step and Unix time of each heartbeat of the run's processes on this node."""
+def find_heartbeats(location: str) -> list[Heartbeat]:
+    """Return the heartbeats of the run's processes on this node."""
     heartbeats = []
     for file in [directory / "heartbeat" for directory in _list_processes(location)]:
         with contextlib.suppress(OSError, struct.error):
-            attempt, step, when = HEARTBEAT.unpack(file.read_bytes())
-            if attempt and is_count(attempt) and is_count(step) and is_timestamp(when):
-                heartbeats.append((attempt, step, when))
+            found = Heartbeat(*HEARTBEAT.unpack(file.read_bytes()))
+            counts = (found.attempt, found.step, found.shard, found.shards)
+            if found.attempt and all(is_count(each) for each in counts) and is_timestamp(found.time):
+                heartbeats.append(found)
     return heartbeats
 
 
@@ -192,9 +206,9 @@ def _position(snapshot: MemorySnapshot) -> tuple[int, int]:
 
 
 def keep_newest(directory: Path) -> set[Path]:
-    """Remove all complete copies of the previous process except the newest. Return the remaining files.
+    """Remove the previous process's copies except the newest complete ones, and return the remaining data files.
 
-    Two copies of a part are kept, because the newest copy that all workers have might be the second newest here.
+    For a sharded state, the parts of the two newest steps are kept, because another worker might lack the newest step.
     """
     found = sorted(list_snapshots(directory), key=_position, reverse=True)
     steps = sorted({_position(held) for held in found if held.parts}, reverse=True)[:2]
@@ -242,7 +256,7 @@ def _list_processes(location: str) -> list[Path]:
 
 
 def room_for_copies(own: Path) -> int:
-    """Return the number of bytes available for the run's copies on this node, given a process's own directory.
+    """Return the number of bytes available for the run's copies on this node. `own` is a process's directory.
 
     This is the free space plus the space of existing copies, which new copies replace. Shared memory counts towards the
     container's memory limit, so that limit applies too.
@@ -257,7 +271,10 @@ def room_for_copies(own: Path) -> int:
 
 
 def remove_others(own: Path) -> None:
-    """Remove the directories of this run's exited processes, and directories of other runs after STALE_S seconds."""
+    """Remove the directories of exited processes, if they belong to this run or to a stale run.
+
+    A run is stale if its files on this node have not changed for STALE_S seconds. `own` is this process's directory.
+    """
     with contextlib.suppress(OSError):  # another process might remove the same directory
         for directory in own.parent.iterdir():
             _remove_if_free(directory)

@@ -144,10 +144,10 @@ def ranks_by_node(nodes: Iterable[str]) -> dict[str, list[int]]:
 
 
 def find_backup_ranks(nodes: Sequence[str], parts: int) -> list[int]:
-    """Return, for each rank, the rank that stores the copy of its part. Rank r has part r % parts.
+    """Return each rank's backup rank, which stores a second copy of the rank's part. Rank r has part r % parts.
 
-    The backup is on the next node. A rank is its own backup if there is only one node, or if another node has the same
-    part.
+    A backup rank is on the next node. A rank is its own backup if there is only one node, or if another node has the
+    same part.
     """
     ranks = ranks_by_node(nodes)
     following = dict(zip(ranks, [*list(ranks)[1:], *list(ranks)[:1]], strict=True))

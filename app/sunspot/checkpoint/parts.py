@@ -12,13 +12,13 @@ The files have the format of torch.distributed.checkpoint, so any PyTorch progra
                                 WEIGHTS=safetensors, all ranks write safetensors files and weights-00000.json instead
 
 Only rank 0 writes the tensors that are not sharded (buffers, the optimizer's step counts). Under hsdp, several ranks
-have the same shard, and each of them writes a share of its tensors.
+have the same shard, and each of these ranks writes some of the shard's tensors.
 
 Rank 0 looks in storage for the files that the other ranks have written. If a rank dies, no other rank waits for it in a
 collective, and the directory gets no manifest. All ranks commit the snapshots that rank 0 begins to commit
 (`CommitCoordinator` in commit.py).
 
-Torch modules that only sharded checkpoints need are imported on use, because importing them takes seconds.
+Torch modules that only sharded checkpoints need are imported lazily, because importing them takes seconds.
 """
 
 from __future__ import annotations
@@ -280,7 +280,7 @@ def is_sharded(checkpoint: Checkpoint) -> bool:
 
 
 class ShardedContents(NamedTuple):
-    """The pieces of a sharded checkpoint, and the outline of its state."""
+    """The pieces of a sharded checkpoint, and the outline of the checkpoint's state (`make_outline`)."""
 
     pieces: list[Piece]
     outline: Any

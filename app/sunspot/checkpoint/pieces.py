@@ -1,6 +1,6 @@
-"""Reads only the needed pieces of tensors from a sharded checkpoint or from files of weights.
+"""Reads only the needed pieces of tensors from a sharded checkpoint or from weight files.
 
-Torch modules that only sharded checkpoints need are imported on use, because importing them takes seconds.
+Torch modules that only sharded checkpoints need are imported lazily, because importing them takes seconds.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ copied, the copy is torn and dropped, and from then on the tensor is copied at o
 therefore call `wait_for_copy` first. In train/run.py, `TrainingRun` does so in a hook for torch's optimizers. Loops
 that change parameters in another way must notify `TrainingRun` first.
 
-A GPU copies in a separate stream. Only the training stream waits for it, while the CPU keeps queueing work.
+A GPU copies in a separate stream. Only the training stream waits for this copy, while the CPU keeps queueing work.
 """
 
 import functools
@@ -107,7 +107,7 @@ class Snapshot:
 
     @property
     def torn(self) -> bool:
-        """True if a tensor is known to have changed while it was copied. Operations in progress are not counted yet."""
+        """True if a tensor is known to have changed while it was copied. A change in progress is not known yet."""
         return bool(self.watch.changed())
 
     def release(self) -> None:
@@ -118,8 +118,8 @@ class Snapshot:
 class OptimizerOnlyParameters:
     """Finds the parameters that only optimizer steps change.
 
-    The second training step decides. A parameter qualifies if it has a gradient in that step and the step's forward
-    pass does not change the parameter, not even through `.data`.
+    A parameter qualifies if it has a gradient in the second training step, and if that step's forward pass does not
+    change the parameter, not even through `.data`. Later steps are not checked.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -175,8 +175,8 @@ class Snapshots:
     ) -> None:
         """Prepare to take one worker's snapshots.
 
-        If the state is sharded, `exchange` stores each part on two nodes. `sums` knows whether collectives were being
-        aborted when a copy ended.
+        If the state is sharded, `exchange` stores each part on two nodes. `sums` shows whether collectives were being
+        aborted when a copy ended, so that the copy may contain wrong values.
         """
         self._memory = memory
         self._saved = saved
@@ -210,8 +210,9 @@ class Snapshots:
         """Begin to copy the state. Call `wait_for_copy` before parameters change.
 
         `ledger` is stored with the copy in memory. If `extra_state` is given, the snapshot is for storage. Its slot
-        then stays in use until the snapshot is released, and the collectives that computed the state must be complete.
-        Returns None if the copy is not `needed`, and either no slot is free or the previous copy is not sealed yet.
+        then stays in use until the snapshot is released. Take such a snapshot only once the collectives that computed
+        the state are known to be complete, because it is kept even if collectives are aborted during the copy. Returns
+        None if the copy is not `needed`, and either no slot is free or the previous copy is not sealed yet.
         """
         began = time.perf_counter()
         self.wait_for_copy()
@@ -378,7 +379,7 @@ def copy(pairs: Pairs, mark: torch.cuda.Event | None) -> torch.cuda.Event | None
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream for all copies on a GPU. More streams would use more memory, because each caches its own."""
+    """Return the stream for all copies on a GPU. Each further stream would cache additional memory."""
     return torch.cuda.Stream(device)
 
 

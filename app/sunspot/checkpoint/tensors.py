@@ -60,7 +60,7 @@ def padded(tensor: torch.Tensor) -> int:
 def in_buffer(structure: Any, buffer: Any) -> Any:
     """Return `structure` with its tensors replaced by tensors of the same shapes and dtypes in `buffer`.
 
-    Each tensor has its own storage.
+    Each new tensor has its own `torch.UntypedStorage`.
     """
     offset = 0
 

@@ -1,9 +1,9 @@
-"""Finds the position of each tensor in files of weights, so that a worker can read only its part of each tensor.
+"""Finds the position of each tensor in weight files, so that a worker can read only its part of each tensor.
 
-The files can be safetensors, with or without an index, a state_dict that `torch.save` wrote, or a directory that
-torch.distributed.checkpoint (DCP) wrote. Only headers are read here. `read_pieces` reads the tensors.
+The weights can be in safetensors files (with or without an index), in a state_dict that `torch.save` wrote, or in a
+directory that torch.distributed.checkpoint (DCP) wrote. Only headers are read here. `read_pieces` reads the tensors.
 
-Torch modules that few processes need are imported on use, because importing them takes seconds.
+Torch modules that few processes need are imported lazily, because importing them takes seconds.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ DCP_CLASSES = {
 
 
 class WeightFiles(NamedTuple):
-    """Files of weights in storage, and the pieces of tensors in them."""
+    """Weight files in storage, and the pieces of tensors in them."""
 
     pieces: Sequence[Piece]
     "The pieces. `Piece.file` is the file's key in storage."
@@ -85,9 +85,9 @@ class WeightFiles(NamedTuple):
 
 
 def find_weights(storage: Storage, file: str) -> WeightFiles | None:
-    """Return the tensors in a file of weights.
+    """Return the tensors in a weight file.
 
-    Returns None if the file must be read as a whole, because it is invalid or its tensors are not stored in order.
+    Returns None if the file must be read as a whole, because it is invalid or contains a tensor that is not contiguous.
     """
     try:
         if file.endswith(INDEX_SUFFIX):

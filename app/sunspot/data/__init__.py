@@ -12,8 +12,8 @@ rows by row group.
 `table_files.open_table_file` opens a file of any supported format. Tar files need an index, which `tar_index` writes.
 `columns.Column` converts a file's values to arrays. `labels` numbers the classes.
 
-4. `held_out.hold_out` holds out rows if TEST_SHARE is set. `mixed_source.open_mixture` applies 1 to 4 to each source
-of a mixture, and joins the sources.
+4. `held_out.hold_out` holds out rows if TEST_SHARE is set. `mixed_source.open_mixture` applies steps 1 to 4 to each
+source of a mixture, and joins the sources.
 
 5. `order.RunOrder` and `order.Steps` assign rows to steps and to workers.
 

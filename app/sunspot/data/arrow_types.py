@@ -31,7 +31,7 @@ def _map_items(stored: pa.DataType, change: Callable[[pa.DataType], pa.DataType]
 def plain_type(stored: pa.DataType) -> pa.DataType:
     """Return the plain type that can store the same values.
 
-    Arrow cannot select rows from columns of views or run-end encoded values.
+    Arrow cannot select rows from columns of string views, binary views or run-end encoded values.
     """
     return map_type(stored, _plain_leaf)
 

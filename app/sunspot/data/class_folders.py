@@ -43,7 +43,7 @@ class ClassFolders:
         return name.removeprefix(self.root).partition("/")[0]
 
     def describe(self) -> tuple[str, ...]:
-        """Return notes for the user about files that are not read and nested folders."""
+        """Return notes for the user about unread files and nested folders."""
         notes = [f"{self.location}: not read: {self.unread}"] if self.unread else []
         deeper = next((name for name in self.pictures if name.removeprefix(self.root).count("/") > 1), "")
         if deeper:
@@ -85,7 +85,7 @@ def find_classes(location: str, listing: Listing) -> ClassFolders:
     if not pictures:
         raise DataError(
             f"{location} contains no folders of images ({unread or 'it is empty'}); put the images of each class "
-            f"into a separate folder, with the suffix {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
+            f"(files with the suffix {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}) into a separate folder"
         )
     folders = {os.path.dirname(name) for name in pictures}
     refuse_mixed_splits(location, folders, classes=folders)
@@ -155,6 +155,6 @@ def _describe_kinds(names: Iterable[str]) -> str:
 
 
 def _kind_of(name: str) -> tuple[str, str]:
-    """Return the singular noun for a file's kind and the words after it, such as (".heic file", "")."""
+    """Return a file's kind as a noun and the words that follow the noun, such as ("file", " without suffix")."""
     suffix = os.path.splitext(name)[1]
     return (f"{suffix} file", "") if suffix else ("file", " without suffix")

@@ -7,8 +7,8 @@ An image in an `ImageColumn` has one of three forms:
   - lists of lists of integers from 0 to 255, with the same shapes.
 
 C is 1 or 3. An ambiguous shape is read as [H, W, C]. For encoded images, the first row determines the number of
-channels. A greyscale image, with or without alpha, has one, and any other image has three, including palette images.
-Transparency is dropped, 16-bit values keep their upper 8 bits, and grey images among colour images become RGB.
+channels. A grayscale image has one channel, with or without alpha. Any other image has three, even a palette image.
+Transparency is dropped, 16-bit values keep their upper 8 bits, and gray images among color images become RGB.
 """
 
 import math
@@ -292,7 +292,7 @@ class ImageColumn(Column):
     dims: tuple[int, ...] = ()
     "The stored dimensions of an image, [H, W], [H, W, C] or [C, H, W]."
     scales: bool = False
-    "True to crop and scale images of a different size or colour to `shape`, which are rejected by default."
+    "True to crop and scale images of a different size or color to `shape`, which are rejected by default."
 
     @classmethod
     def of_dims(cls, dims: tuple[int, ...], place: str, scales: bool = False) -> "ImageColumn":

@@ -96,7 +96,7 @@ def convert_mnist(data_root: str, out: str) -> dict[str, int]:
 def convert_image_folder(root: str, size: int, out: str) -> dict[str, int]:
     """Write image folders to `out`, and return the number of rows in each split.
 
-    Images are scaled and cropped to `size` x `size` pixels, and become RGB unless all of them are grey. Rows are
+    Images are scaled and cropped to `size` x `size` pixels, and become RGB unless all of them are gray. Rows are
     shuffled once, because folders are sorted by class and a streaming reader only shuffles within a window. Raises
     `DataError` for invalid images or folders.
     """
@@ -130,7 +130,7 @@ def convert_image_folder(root: str, size: int, out: str) -> dict[str, int]:
 def write_files(directory: Path, rows: Iterator[Rows], classes: list[str], scaled: bool = False) -> int:
     """Write batches of rows as part-00000.parquet and so on, and return the number of rows.
 
-    All files are synced to disk before this returns.
+    All files are synced to disk before this function returns.
     """
     directory.mkdir(parents=True, exist_ok=True)
     total = files = in_file = 0

@@ -1,7 +1,8 @@
 """Converts each item of a `torch.utils.data.Dataset` to arrays, keyed by column.
 
 An item is a tuple, a dict or a single value. A value is a tensor, an array, a number or a Pillow image. Numbers are
-never changed. A value that is not numeric, or whose shape differs from row 0, raises an error with the row's number.
+never changed. A value that is not numeric, or whose shape differs from the shape in row 0, raises an error with the
+row's number.
 """
 
 import traceback
@@ -22,7 +23,7 @@ IMAGE, INPUT = "image", "input"
 """Column names for the unnamed input of a row: IMAGE if it is an image, otherwise INPUT."""
 
 PICTURE_MODES = ("L", "RGB")
-"""Pillow modes of 8-bit images: greyscale and RGB."""
+"""Pillow modes of 8-bit images: grayscale and RGB."""
 
 RowName = Callable[[int], str]
 """A function that returns a row's name for messages, given the row's number."""

@@ -4,7 +4,7 @@ An entry contains one range of one version of a file. Its name is a hash of the 
 range. Rows are always read in the same ranges, so the next epoch finds all of its ranges in the cache.
 
     3f/3fa91c...    an entry: a checksum and the content, renamed to this name once it is complete
-    locks/3fa       locked while a process fetches an entry whose name begins with 3fa, so that only one does
+    locks/3fa       locked while a process fetches an entry whose name begins with 3fa, so that no other process does
     size            the total size of all entries in bytes. It is only changed while locks/size is locked
 
 Processes share nothing except these files, so they can run in different pods. A process that is killed, or whose disk
@@ -99,7 +99,7 @@ class DiskCache:
             else:
                 entry.unlink()
         if not intact:
-            self._warn("an entry is damaged, and is read from the bucket again; check the node's disk")
+            self._warn("an entry is damaged, so its content is read from the bucket again; check the node's disk")
         return content if intact else None
 
     def _add(self, entry: Path, content: bytes) -> None:
@@ -129,7 +129,7 @@ class DiskCache:
         return locked
 
     def _remove_oldest(self, left: int) -> int:
-        """Remove the least recently used entries until the rest take at most `left` bytes, and return their size."""
+        """Remove the least recently used entries until the rest take at most `left` bytes, and return the new total."""
         entries = []
         for path in self._folder.glob("??/*"):
             with suppress(FileNotFoundError):  # another process has just removed or renamed it

@@ -21,7 +21,7 @@ from sunspot.data.columns import (
     is_encoded,
 )
 from sunspot.data.dataset_files import absolute, arrow_errors, join, open_file
-from sunspot.data.images import GREY_MODES, open_image, upright_size
+from sunspot.data.images import GRAY_MODES, open_image, upright_size
 from sunspot.data.labels import LABEL
 from sunspot.data.source import ModelData
 from sunspot.data.table import (
@@ -68,7 +68,7 @@ def open_image_splits(
 ) -> tuple[TableSource, TableSource | None]:
     """Open the training rows of DATASET and the held-out rows, if any.
 
-    If `model` is given, it predicts the rows, which therefore need no labels.
+    If `model` is given, the rows are for its predictions and need no labels.
     """
     locations = locate_splits(dataset, test_dataset)
     scaled = ImageColumn("uint8", model.shape, dims=model.shape, scales=True) if model and model.scales else None
@@ -135,8 +135,8 @@ def _declare_image(value: pa.Scalar, place: str) -> ImageColumn:
             image = open_image(io.BytesIO(value.as_py()))
         except DataError as error:
             raise DataError(f"{place}: image {error}") from error
-        colour = () if image.mode in GREY_MODES else (3,)
-        return ImageColumn.of_dims((*upright_size(image), *colour), place)
+        color = () if image.mode in GRAY_MODES else (3,)
+        return ImageColumn.of_dims((*upright_size(image), *color), place)
     dims: tuple[int, ...] = ()
     nested = value.as_py()
     while isinstance(nested, list):

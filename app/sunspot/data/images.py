@@ -1,6 +1,6 @@
 """Decodes image files and NumPy's .npy files. Headers are checked before any memory for pixels is allocated.
 
-Images are decoded like those of torchvision's ImageFolder, which ignores transparency and colour profiles. In addition,
+Images are decoded as by torchvision's ImageFolder, which ignores transparency and color profiles. In addition,
 the EXIF orientation is applied, and 16-bit pixels keep their upper 8 bits. Images that would lose other information are
 rejected.
 """
@@ -37,17 +37,17 @@ USUAL_SIDE = 64
 MAX_BYTES = 10**9
 """Largest size of a file in bytes. The limit also stops reads from endless devices."""
 
-GREY_MODES = {"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N", "F"}
-"""Pillow modes without colour."""
+GRAY_MODES = {"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N", "F"}
+"""Pillow modes without color."""
 
 ANIMATED_FORMATS = ("PNG", "WEBP", "GIF")
 """Formats in which further frames are an animation. In a JPEG (MPO), they are previews or depth maps."""
 
 REFUSED_MODES = {
     "F": "has floating-point pixels; write it with 8 or 16 bits",
-    "LAB": "has LAB colours; write it in RGB",
+    "LAB": "has LAB colors; write it in RGB",
 }
-"""Errors for modes that cannot be converted to grey or RGB without loss, keyed by mode."""
+"""Errors for modes that cannot be converted to gray or RGB without loss, keyed by mode."""
 
 ORIENTATION = 0x0112
 """The EXIF tag for an image's orientation (EXIF 2.32, 4.6.4 A)."""
@@ -95,7 +95,7 @@ UNSPECIFIED_CHANNEL = 0
 def read_images(path: Path, shape: tuple[int, ...], scales: bool = False) -> np.ndarray:
     """Read an image, or an .npy array of images, as uint8 [B, *shape].
 
-    If `scales` is set, an image of a different size or colour is cropped and scaled to `shape`. Otherwise, it is
+    If `scales` is set, an image of a different size or color is cropped and scaled to `shape`. Otherwise, it is
     rejected. Raises `SettingsError` if the file cannot be read.
     """
     try:
@@ -143,24 +143,24 @@ def _from_array(content: bytes, shape: tuple[int, ...], place: str) -> np.ndarra
 
 
 def is_picture(name: str) -> bool:
-    """Return True if a file name has the suffix of an image."""
+    """Return True if a file name has an image suffix."""
     return name.lower().endswith(SUFFIXES)
 
 
 def decode_picture(content: bytes, shape: tuple[int, ...], scales: bool = False) -> np.ndarray:
     """Decode an image to uint8 [C, H, W]. Raises `DataError` with a message such as "is damaged".
 
-    If `scales` is set, an image of a different size or colour is cropped and scaled to `shape`. Otherwise, it is
+    If `scales` is set, an image of a different size or color is cropped and scaled to `shape`. Otherwise, it is
     rejected.
     """
     image = open_image(io.BytesIO(content), FILE_FORMATS if scales else FORMATS)
-    grey = image.mode in GREY_MODES
+    gray = image.mode in GRAY_MODES
     height, width = upright_size(image)
-    if not scales and ((height, width) != shape[1:] or (shape[0] == 1 and not grey)):
+    if not scales and ((height, width) != shape[1:] or (shape[0] == 1 and not gray)):
         raise DataError(
-            f"is {height} x {width} (height x width) and {'grey' if grey else 'in colour'}, but the model needs images "
-            f"of {shape[1]} x {shape[2]} {'in grey' if shape[0] == 1 else 'in colour'}, like the first image of its "
-            "dataset; convert it"
+            f"is {height} x {width} (height x width) and {'gray' if gray else 'in color'}, but the model needs "
+            f"{'gray' if shape[0] == 1 else 'color'} images of {shape[1]} x {shape[2]}, like the first training image; "
+            "convert it"
         )
     try:
         return fit_pixels(image, *shape) if scales else to_pixels(image, shape[0])
@@ -197,13 +197,13 @@ def upright_size(image: Any) -> tuple[int, int]:
 
 
 def to_pixels(image: Any, channels: int) -> np.ndarray:
-    """Return a Pillow image as uint8 [C, H, W], in grey (1 channel) or RGB (3 channels)."""
+    """Return a Pillow image as uint8 [C, H, W], in gray (1 channel) or RGB (3 channels)."""
     pixels = np.asarray(_convert(image, channels))
     return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
 
 
 def fit_pixels(image: Any, channels: int, height: int, width: int) -> np.ndarray:
-    """Return a Pillow image, cropped from its centre and scaled by a bicubic filter, as uint8 [C, height, width]."""
+    """Return a Pillow image, cropped from its center and scaled by a bicubic filter, as uint8 [C, height, width]."""
     import torch
     from torch.nn.functional import interpolate
 
@@ -224,7 +224,7 @@ def fit_pixels(image: Any, channels: int, height: int, width: int) -> np.ndarray
 
 
 def _convert(image: Any, channels: int) -> Any:
-    """Return an upright Pillow image in grey (1 channel) or RGB (3 channels)."""
+    """Return an upright Pillow image in gray (1 channel) or RGB (3 channels)."""
     from PIL import Image
 
     image.load()
@@ -245,7 +245,7 @@ def _find_orientation(image: Any) -> int:
 
 
 def _find_obstacle(image: Any) -> str:
-    """Explain why an image cannot be read as 8-bit grey or RGB without loss. Returns an empty string if it can.
+    """Explain why an image cannot be read as 8-bit gray or RGB without loss. Returns an empty string if it can.
 
     Pillow's pixel limit is checked too. A small file can claim any number of pixels, and decoding would allocate memory
     for all of them.
@@ -269,7 +269,7 @@ def _find_obstacle_of_tiff(image: Any) -> str:
     if len(pages) > 1 and full_pages != [0]:
         return f"has {len(pages)} pages, but only the first would be read; write each page to a separate file"
     if UNSPECIFIED_CHANNEL in _read_tag(image, 0, EXTRA_SAMPLES, ()):
-        return "has channels besides colour and transparency; write it without these channels"
+        return "has channels besides color and transparency; write it without these channels"
     bits = _read_tag(image, 0, BITS_PER_SAMPLE, (1,))[0]
     if image.mode == "I" or 8 < bits < 16:
         return f"has {bits}-bit pixels outside the ranges 0 to 255 and 0 to 65535; convert them to one of these ranges"

@@ -94,7 +94,7 @@ def read_labels(column: Column, values: pa.ChunkedArray, file: TableFile, to_pre
     elif not pa.types.is_integer(values.type):
         raise DataError(
             f"{file.name_row(0)}: label is {brief(str(values.type))} ({brief(str(values[0]))}); it must be text or a "
-            "non-negative integer (if it is a value to predict, declare it as float32 in the task)"
+            "non-negative integer (if the task predicts numbers instead of classes, declare label as float32)"
         )
     else:
         numbers = values.to_numpy()
@@ -141,7 +141,7 @@ def _read_label_cells(cells: pa.ChunkedArray, file: TableFile, to_predict: bool)
         row = first_true(np.isin(labels.indices.to_numpy(), np.flatnonzero(~are_classes)))
         raise DataError(
             f"{file.name_row(row)}: label is {brief(cells[row].as_py().strip()) or 'empty'}; it must be text or a "
-            "non-negative integer (if it is a value to predict, declare it as float32 in the task)"
+            "non-negative integer (if the task predicts numbers instead of classes, declare label as float32)"
         )
     each = [int(label) for label in distinct.to_pylist()]
     if max(each) > MAX_LABEL:
@@ -160,9 +160,9 @@ def merge_labels(
 ) -> ClassLabels:
     """Merge the labels of a dataset's files. Raises `DataError` if they are inconsistent.
 
-    Names are numbered in sorted order. If a `model` predicts the rows, the labels are the model's class numbers, or
-    there are no labels if the model does not know all names. Numbers in CSV count as names if `as_names` is set, if
-    another file has names, or if they are all class names of the model.
+    Names are numbered in sorted order. If `model` is given, the rows are for its predictions. Names then become the
+    model's class numbers, or the result has no labels if the model lacks any of the names. Numbers in CSV files are
+    read as names if `as_names` is set, if another file has names, or if all labels are class names of the model.
     """
     if not files:
         return NO_LABELS

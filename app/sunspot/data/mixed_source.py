@@ -102,8 +102,8 @@ def _refuse_mismatch(mixture: tuple[WeightedSource, ...], sources: Sequence[Sour
         twin = seen.setdefault(source.fingerprint, each.location)
         if twin != each.location:
             raise DataError(
-                f"{PREFIX}DATASET: the sources {twin} and {each.location} have the same rows; list them once, with the "
-                f"sum of their weights. If the task ignores {PREFIX}DATASET, it cannot use a mixture"
+                f"{PREFIX}DATASET: the sources {twin} and {each.location} have the same rows; list only one of "
+                f"them, with the sum of the two weights. If the task ignores {PREFIX}DATASET, it cannot use a mixture"
             )
         found, expected = map(_describe_rows, (source, sources[0]))
         if found != expected:

@@ -128,7 +128,7 @@ def find_line(content: bytes, row: int) -> int:
 
 
 def find_json_line(content: bytes, row: int, rows: int) -> int:
-    """Return the line number of a row in a JSON lines file, from 1. Returns 0 unless there is one line per row."""
+    """Return the line number of a JSON row, or 0 if there is not exactly one line per row. Lines count from 1."""
     lines = [number for number, line in enumerate(io.BytesIO(content), 1) if line.strip()]
     return lines[row] if len(lines) == rows else 0
 

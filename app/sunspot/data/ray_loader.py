@@ -99,7 +99,7 @@ class RoundReader:
         """Yield the parts of the planned rounds.
 
         Each part contains the columns of its rows, [1, n, ...]. `_rank`, [1], is the rank that gets the part. `_epoch`
-        and `_first`, [1], are the start of the part's round.
+        and `_first`, [1], are the epoch and the position at which the part's round begins.
         """
         for given in rounds.to_pylist():
             ranks = self.steps.ranks(self.world_size, given["first"], given["last"])

@@ -31,7 +31,7 @@ MEMORY_WAIT_S = 20.0
 
 
 class LocalWorkers(NamedTuple):
-    """A worker's rank and its communication with the other workers. All workers must call its functions together."""
+    """A worker's rank, and functions that coordinate the workers. All workers must call these functions together."""
 
     rank: int
     world_size: int

@@ -1,4 +1,4 @@
-"""Defines the `Source` protocol, through which loaders read rows, and the facts about a model's data in checkpoints."""
+"""Defines `Source`, through which loaders read rows, and `ModelData`, which describes a model's data in checkpoints."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Source(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The channels, height and width of each image. If rows are not images, the task decides what this is."""
+        """The channels, height and width of each image. If rows are not images, the task defines the meaning."""
 
     @property
     def classes(self) -> int:
@@ -96,7 +96,7 @@ An RGB image of 6000 x 6000 pixels has fewer values.
 class ModelData:
     """Facts about a model's training data, as recorded in its checkpoints.
 
-    Rows are read in the same way for predictions.
+    With these facts, rows for predictions are read in the same way as the training rows.
     """
 
     shape: tuple[int, ...]

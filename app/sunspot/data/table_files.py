@@ -27,7 +27,7 @@ from sunspot.data.dataset_files import (
     read_range,
 )
 from sunspot.data.fingerprint import digest, digest_array
-from sunspot.data.images import FILE_FORMATS, GREY_MODES, USUAL_SIDE, open_image, upright_size
+from sunspot.data.images import FILE_FORMATS, GRAY_MODES, USUAL_SIDE, open_image, upright_size
 from sunspot.data.parsed_text import find_inexact_integers, find_json_line, find_line, read_csv, read_json_lines
 from sunspot.errors import DataError, SunspotError
 from sunspot.formatting import as_bytes, plural
@@ -60,7 +60,7 @@ TEXT_GROUP_ROWS = 1024
 """Rows in a row group of CSV or JSON lines. The formats themselves have no groups."""
 
 PICTURE_GROUP_ROWS = 32
-"""Images in a row group. Groups are small, because neighbouring images have the same class and groups are not split."""
+"""Images in a row group. Groups are small, because neighboring images have the same class and groups are not split."""
 
 MAX_TEXT_BYTES = 1 << 30
 """Largest size of a text file in bytes. Each process that reads the file keeps it in memory."""
@@ -129,9 +129,9 @@ class ParquetTable(TableFile):
 class TarShard(ParquetTable):
     """A tar file of samples and its index, which is a Parquet file (`sunspot.data.tar_index`).
 
-    Classes and JSON fields are stored in the index. For each other file of a sample, the index contains its position in
-    the shard. These files are read from the shard, with one read for each row group, and every sample's checksum is
-    verified.
+    Classes and JSON fields are stored in the index. For each other file of a sample, the index contains the file's
+    position in the shard. These files are read from the shard, with one read for each row group, and every sample's
+    checksum is verified.
     """
 
     def __init__(self, path: str) -> None:
@@ -278,7 +278,7 @@ class PictureFolder(TableFile):
         return pa.table({name: found[name] for name in columns})
 
     def find_dims(self, side: int) -> tuple[int, ...]:
-        """Return [H, W] if all images are grey, otherwise [H, W, 3].
+        """Return [H, W] if all images are gray, otherwise [H, W, 3].
 
         H and W are `side` if it is set. Otherwise, they are the size of the images, or USUAL_SIDE if the sizes differ.
         """
@@ -289,7 +289,7 @@ class PictureFolder(TableFile):
             raise DataError(f"{refused[0]}{others}")
         sizes, modes = zip(*(header for header in headers if not isinstance(header, DataError)), strict=True)
         height, width = (side, side) if side else sizes[0] if len(set(sizes)) == 1 else (USUAL_SIDE, USUAL_SIDE)
-        return (height, width) if GREY_MODES.issuperset(modes) else (height, width, 3)
+        return (height, width) if GRAY_MODES.issuperset(modes) else (height, width, 3)
 
     def _read_picture(self, name: str) -> bytes:
         with open_uncached(join(self._location, name)) as file:

@@ -1,4 +1,4 @@
-"""Opens a run's rows: those of the task's `find_sources` or `build_dataset`, or else the images of DATASET."""
+"""Opens a run's rows with the task's `find_sources` or `build_dataset`, or else opens the images of DATASET."""
 
 from typing import Any
 
@@ -12,10 +12,11 @@ from sunspot.settings.mixture import parse_mixture
 
 
 def open_rows_of_task(settings: Settings, task: Any) -> tuple[Source, Source | None]:
-    """Open the training rows and the held-out rows, if any. If there are none, TEST_SHARE of the rows are held out.
+    """Open the training rows and the held-out rows, if any.
 
-    Each source of a mixture is opened in this way. Raises `DataError`, `StorageError`, or `SettingsError` if the task's
-    function returns anything but sources or datasets.
+    If the dataset has no held-out rows, a fraction (TEST_SHARE) of its rows is held out. Each source of a mixture is
+    opened in this way. Raises `DataError`, `StorageError`, or `SettingsError` if the task's function returns anything
+    but sources or datasets.
     """
     mixture = parse_mixture(settings.dataset)
     if mixture:

@@ -1,4 +1,4 @@
-"""Reads text as rows of bytes for language models, from Python's language reference or any file."""
+"""Reads a text, either Python's language reference or any file, as rows of bytes for language models."""
 
 import hashlib
 from dataclasses import dataclass

@@ -118,8 +118,9 @@ class Selections(Dataset[Batch]):
 def prefetch(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     """Yield the batches. A thread prepares the next batch while the caller works on the current one.
 
-    The thread selects the rows and copies them into pinned memory. This can take longer than a step on a GPU. Ray's
-    loader copies the batch to the GPU in a separate CUDA stream, and makes the current stream of `device` wait for it.
+    For a GPU, the thread selects the rows and copies them into pinned memory, which can take longer than a step. Ray's
+    `prepare_data_loader` then copies the batch to the GPU in a separate CUDA stream, and makes the current stream of
+    `device` wait for the copy.
     """
     with ThreadPoolExecutor(1, "prefetch") as thread:
         if device.type == "cuda":

@@ -1,9 +1,10 @@
 """Survives preempted nodes, lost workers and hung ranks, and adds workers when there is room for more.
 
 There are two modes; `plan.can_outlive` chooses one for a run. In survivor mode, a loss does not stop the other
-workers: they repeat the interrupted step without the lost one, and Ray replaces only that process. Survivor mode
-needs LOADER=torch, Sunspot's training loop or a task's `train(run)`, and a single node group; SURVIVORS=off disables
-it. In restart mode, a loss ends the whole worker group, and Ray Train starts a new one from the newest state.
+workers: they repeat the interrupted step without the lost one, unless the step was complete, and Ray replaces only the
+lost process. Survivor mode needs LOADER=torch, Sunspot's training loop or a task's `train(run)`, and a single node
+group; SURVIVORS=off disables it. In restart mode, a loss ends the whole worker group, and Ray Train starts a new one
+from the newest state.
 
 Who decides that a worker is lost
 ---------------------------------
@@ -21,49 +22,63 @@ the worker raised itself.
 
 merged_incidents.Incidents merges what all observers report about one loss into the incident that its receipt shows.
 
-In both modes, watchdog.Watchdog ends its own process if the process takes no step for HANG_TIMEOUT_S. The process then
-counts as lost. Three functions look similar, but do not decide whether a worker is lost. nodes.find_lost only reports
-that a node is gone, so that the receipt can name the cause of the loss. ray_internals.nodes.reachable_nodes chooses
-nodes for new workers. In survivor mode, ray_internals.controller.end_lost ends dead and unresponsive processes that Ray
-is about to replace.
+In both modes, watchdog.Watchdog terminates its own process if the process takes no step for HANG_TIMEOUT_S. The process
+then counts as lost. Three functions look similar, but do not decide whether a worker is lost. nodes.find_lost only
+reports that a node is gone, so that the receipt can name the cause of the loss. ray_internals.nodes.reachable_nodes
+chooses nodes for new workers. In survivor mode, ray_internals.controller.end_lost shuts down dead and unresponsive
+workers that Ray is about to replace.
 
-A loss in survivor mode, from the last packet of a process to the repeated step
--------------------------------------------------------------------------------
-These functions and classes take part, in this order:
+A loss in survivor mode, from the last packet of a process to the next step
+---------------------------------------------------------------------------
+These functions and classes take part. Step 3 often begins before steps 1 and 2, because the kernel closes the
+connections of a killed process at once, and gloo then raises an error. This can also happen on GPUs, where decisions
+and the exchange of row IDs (AUDIT) use gloo. `Survivor.outlives` therefore waits up to CLOSED_WITHIN_S for the message
+of step 2.
 
- 1. membership_channel.MembershipServer   declares the process lost (`declare_lost`), and tells the other members of its
-                                          group that this group has ended. A group is also called a generation
- 2. membership_channel.MembershipClient   receives this message in each of these members, and breaks the collectives of
-                                          its process, so that no step hangs. Collectives of gloo then raise an error.
-                                          Those of NCCL end without an error, but with wrong sums
- 3. train.loop.train_in_group             catches the error that ends the step. `train_in_groups` then abandons the
-                                          group, and joins the next one
+ 1. membership_channel.MembershipServer   declares the process lost (`declare_lost`), reports the loss for its receipt
+                                          (`_note_loss`), and tells the other members of its group that this group has
+                                          ended. A group is also called a generation
+ 2. membership_channel.MembershipClient   receives this message in each member, and breaks the collectives of the
+                                          member's process, so that no step hangs. Gloo's collectives then raise an
+                                          error. NCCL's collectives return without an error, but with wrong sums
+ 3. train.loop.train_in_group             catches the error that ends the step. The error comes from a gloo collective,
+                                          from `StepGuard` if sums of NCCL were aborted, or from `Worker` if the worker
+                                          sees that its group has ended. `train_in_groups` then abandons the group,
+                                          and joins the next one
  4. train.survivor.Survivor               decides whether the error has ended only the group (`outlives`), and keeps the
                                           state for the next group (`abandon_group`)
- 5. train.undo.StepGuard                  decides whether the abandoned step counts. It counts if `Worker.finish_step`
+ 5. train.step_guard.StepGuard            decides whether the abandoned step counts. It counts if `Worker.finish_step`
                                           has accepted it, unless the GPU has cancelled it because its sums were
-                                          aborted. Otherwise, `StepUndo` restores the state from before the step
+                                          aborted. Otherwise, train.undo.StepUndo restores the state from before
+                                          the step
  6. train.joining.Joining                 makes the process a worker of the next group. Its methods `form`, `claim` and
                                           `build` lead to steps 7, 8 and 9
  7. membership.Membership                 forms the group (`decide`) once all living members have asked to join it. They
                                           ask in `Survivor.form`
  8. claim.agree_on_start                  finds out which ranks have the newest state, and claims an attempt that starts
                                           from it (`claim_in_place`)
- 9. restore.hand_over                     sends that state to the ranks that lack it. `build` then compares all ranks'
-                                          parameters. If they are equal, the loop repeats the step. If they are not,
-                                          all ranks form another group, which returns to the newest copy
+ 9. train.survivor.Survivor               calls restore.hand_over, which sends that state to the ranks that lack it
+                                          (`continue_from`). train.learner.Learner.move then gives the learner its place
+                                          in the group, and a received state is loaded. `continue_from` compares all
+                                          ranks' parameters. If they are equal, train.build.build_worker makes the
+                                          worker, and the loop takes the next step or repeats the interrupted step. If
+                                          they are not, all ranks form another group, which returns to the newest copy
+                                          or checkpoint
 
-After the repeated step, receipts.make_receipt records what the loss cost (train.reporter.Reporter.took_step).
+The receipt of the loss begins in step 1: control.ControlChannel.add_loss passes the loss to merged_incidents.Incidents.
+In step 9, rank 0 gets the merged incident (train.reporter.Reporter.announce, control.ControlChannel.begin_group). After
+the group's first step, receipts.OpenIncident makes the receipt (train.reporter.Reporter.took_step). If the group first
+repeats an evaluation, the receipt is made after the evaluation (train.reporter.Reporter.add_evaluation).
 
 If a node is preempted with a notice, a node is sick (sick_nodes.SickNodes), another worker is ready to join, or a user
 wants fewer workers (wanted_workers.WantedWorkers), steps 1 and 2 do not happen. Instead, the membership server asks for
 a change between two steps, and `Worker.finish_step` raises RegroupError. Step 3 follows. If a replacement cannot train,
-only its own process ends (train.replacement.end_replacement).
+only its own process exits (train.replacement.end_replacement).
 
 These types describe the state on its way to the next group:
 
-- copies.LiveState names the state that one survivor has. restore.StateMetadata contains the rest of this state,
-  except for its tensors.
+- copies.LiveState names the state that one survivor has. restore.StateMetadata contains everything in this state
+  except its tensors.
 - copies.SurvivingState names the newest of these states, and the ranks that have it.
 - claim.StartPoint is what the next group starts from: a SurvivingState, a copy in memory, a checkpoint, or nothing.
 - restore.TrainingState is the loaded or received state. It contains no tensors on a rank that already has them.
@@ -78,13 +93,14 @@ A restart of the whole group, from the notice to the first step of the new group
  6. parallel.decisions.StepDecisionBroadcast.agree  passes it to all ranks (train.worker.Worker.finish_step)
  7. checkpoint.CheckpointManager.save     copies the state to shared memory, and begins to commit it to storage
  8. checkpoint.CheckpointManager.drain    waits for that commit, until one second before the deadline at the latest
- 9. train.worker.Worker.restart_group     raises GroupRestartError and exits, so that the idle node can end
+ 9. train.worker.Worker.restart_group     raises GroupRestartError and exits, so that the idle node can shut down
 10. Ray Train                             starts a group on ray_internals.nodes.staying_nodes -> train.joining.Joining
 11. claim.agree_on_start                  finds the newest state in memory or storage, and claims an attempt from it
 12. restore.load_start                    loads that state on every rank; train.loop.train_loop takes the first step
-13. receipts.make_receipt                 records what the restart cost (train.reporter.Reporter.took_step)
+13. receipts.OpenIncident                 makes a receipt of the restart (train.reporter.Reporter.took_step)
 
-Scaling up and moving to better nodes differ only in step 3: NodeMonitor finds the nodes. A loss in restart mode begins
-with step 10. If the head node is preempted, step 4 is `control.ControlChannel.request_save`: the workers save, and keep
-training until the head is gone. A new driver then continues the run.
+If the run scales up or moves to better nodes, steps 1 and 2 do not happen, and NodeMonitor finds these nodes in step 3.
+A loss in restart mode begins with step 10. If the head node is preempted, step 4 is
+`control.ControlChannel.request_save`: the workers save, and keep training until the head is gone. A new driver then
+continues the run.
 """

@@ -8,7 +8,7 @@ import functools
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
 import ray
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from sunspot.background import start_thread
 from sunspot.checkpoint import versions
-from sunspot.checkpoint.memory_files import LoadedSnapshot, find_heartbeats, find_parts, find_snapshot
+from sunspot.checkpoint.memory_files import Heartbeat, LoadedSnapshot, find_heartbeats, find_parts, find_snapshot
 from sunspot.checkpoint.node_state import NodeParts, NodeState, PartCopy
 from sunspot.elastic.copies import (
     ChosenCopy,
@@ -62,6 +62,7 @@ from sunspot.run.handover import take_over_from
 from sunspot.run.history import read_journal
 from sunspot.run.identity import refuse_other_settings
 from sunspot.run.incidents import Receipt, read_receipts
+from sunspot.run.last_step import find_last_step
 from sunspot.run.status import Status, read_status
 from sunspot.settings import PREFIX, Settings, accepts
 from sunspot.storage.base import Entry
@@ -104,13 +105,29 @@ class LocalState(NamedTuple):
 class PastRecords:
     """Records of the run's earlier attempts, from storage and from the nodes."""
 
-    heartbeats: Sequence[tuple[int, int, float]] = ()
-    "Last steps that earlier processes are known to have taken: attempt, step, and time in seconds since the epoch."
+    heartbeats: Sequence[Heartbeat] = ()
+    "Heartbeats of earlier processes on the nodes."
     receipts: Sequence[Receipt] = ()
     status: Status | None = None
     "The status that this driver has written."
     other: Status | None = None
     "The previous job's status at the time of the claim."
+    last_step: int = 0
+    "The last step that storage proves to have been taken by the attempt of the newest receipt or a later attempt."
+
+    @property
+    def since(self) -> int:
+        """The attempt of the newest receipt, or 0 if there is no receipt."""
+        return max((receipt.attempt for receipt in self.receipts), default=0)
+
+    def knows_end_of(self, attempt: Attempt) -> bool:
+        """Return True if the last step of an earlier attempt is known exactly.
+
+        This is the case if this attempt or a later attempt has left a heartbeat, or has ended with a save according to
+        a status.
+        """
+        saved = [status.attempt for status in (self.status, self.other) if status and status.saved]
+        return any(number >= attempt.number for number in (*saved, *(each.attempt for each in self.heartbeats)))
 
 
 @dataclass(frozen=True)
@@ -139,9 +156,10 @@ def process_name() -> str:
 def agree_on_start(
     claimant: Claimant, settings: Settings, group: dist.ProcessGroup, live: LiveState | None = None
 ) -> tuple[StartPoint | None, LocalState]:
-    """Claim the next attempt, which starts from the newest intact state in storage or on any node.
+    """Claim the next attempt, and choose the state that it starts from.
 
-    All workers call this together. `live` is the state that this process has kept from the previous group. The first
+    A live state wins. Without a live state, the newest intact state in storage or on any node is chosen. All workers
+    call this together. `live` is the state that this process has kept from the previous group. The first
     result is the start point, or None if this job may no longer train the run. The second result is the state that this
     rank found on its node. Raises the same errors as `begin_attempt`.
     """
@@ -240,7 +258,8 @@ def claim_in_place(claimant: Claimant, settings: Settings, inventories: list[Nod
     """Claim the next attempt for workers that continue with their live state.
 
     Returns None if no worker has a usable state, or if the workers may no longer train the run. Raises
-    `SupersededError` if another group has replaced this one. The workers are waiting to repeat a step, so the records
+    `SupersededError` if another group has replaced this one. `begin_attempt` treats this error like None, and tries to
+    claim an attempt that starts from a copy or a checkpoint. The workers are waiting to repeat a step, so the records
     for the receipt are read in other threads to save time.
     """
     if not any(inventory.live for inventory in inventories):
@@ -276,7 +295,7 @@ def claim_attempt(claimant: Claimant, settings: Settings, inventories: list[Node
     while these workers were training.
 
     If the run is moving here from another place, the claim waits until the driver there has saved a checkpoint and
-    ended (`run.handover`).
+    exited (`run.handover`).
     """
     run = claimant.run
     if settings.job.moves_from:
@@ -306,7 +325,7 @@ def make_attempt(
 ) -> Attempt:
     """Return the attempt that follows the attempts in `before`. Its start point is not chosen yet.
 
-    `after` contains the IDs of drivers that began before this driver.
+    `after` contains the IDs of the earlier drivers, after which this driver began.
     """
     metadata = Metadata(
         settings=settings.environment(),
@@ -329,7 +348,7 @@ def choose_start(
     """Choose the state that an attempt starts from.
 
     `claimed` contains all attempts, with the newly claimed attempt last. `damaged` maps checkpoint names to faults.
-    From now on, only the claimed attempt commits or deletes checkpoints. Requests from earlier attempts may still
+    After the claim, only the claimed attempt commits or deletes checkpoints. Requests from earlier attempts may still
     complete, but cannot produce a checkpoint newer than the ones listed now. Raises `SupersededError` if another
     attempt has been claimed since, and `DamageError` if `refuse_to_start_over` raises it.
     """
@@ -369,11 +388,14 @@ def choose_start(
         status=read_status(run, attempt.driver),
         other=read_status(run, other_than=attempt.driver),
     )
-    return StartPoint(chosen, attempts_with_start(before), checkpoint, copy, nodes=nodes_in(inventories), past=past)
+    started = attempts_with_start(before)
+    last_step = find_last_step(run, [earlier for earlier in started if earlier.number >= past.since])
+    past = replace(past, last_step=last_step)
+    return StartPoint(chosen, started, checkpoint, copy, nodes=nodes_in(inventories), past=past)
 
 
-def heartbeats_in(inventories: Sequence[NodeInventory]) -> list[tuple[int, int, float]]:
-    """Return the last known steps of earlier processes on these nodes, in the format of `PastRecords.heartbeats`."""
+def heartbeats_in(inventories: Sequence[NodeInventory]) -> list[Heartbeat]:
+    """Return the heartbeats of earlier processes on these nodes."""
     return [heartbeat for inventory in inventories for heartbeat in inventory.heartbeats]
 
 
@@ -407,8 +429,8 @@ def refuse_to_start_over(
 def find_lost_start(attempts: list[Attempt]) -> list[SkippedCheckpoint]:
     """Return a list with the checkpoint from which the current lineage last started, or an empty list.
 
-    Call this if storage has no checkpoint. Retention always keeps the returned checkpoint or a newer one, so its
-    absence means that files have been lost.
+    Call this if storage has no checkpoint. Files have then been lost, because retention always keeps the returned
+    checkpoint or a newer one.
     """
     counted = {span.label for span in lineage(attempts)}
     began = [attempt for attempt in attempts if attempt.label in counted and attempt.metadata.tier == "storage"]

@@ -138,7 +138,7 @@ class ControlChannel:
         """Queue a line to be printed on the terminal."""
         self._lines.append(line)
 
-    # --------------------------------------------------------------------------------- called by Ray's controller
+    # ------------------------------------------------ about losses and ends: called by Ray's controller and others
 
     def group_end(self) -> GroupEnd:
         """Return the known facts about the end of the newest group."""
@@ -164,14 +164,22 @@ class ControlChannel:
     def set_counts(self, counts: FailureCounts, replacements: int = 0) -> None:
         """Store the failure counts, which now include all losses reported so far.
 
-        `replacements` is the number of these losses that were replacements that could not train.
+        Of these losses, `replacements` is the number of replacements that could not train.
         """
         self._counts, self._lost_on = counts, []
         self._unjudged_replacements -= replacements
 
-    def add_loss(self, node: str, incident: Incident) -> None:
-        """Record that a process was lost on a node, and that the other workers keep training."""
-        self.log(f"lost {incident.detail}; the other workers keep training")
+    def add_loss(self, node: str, incident: Incident, others_train: bool) -> None:
+        """Record that a process was lost on a node. `others_train` is False if no other worker of its group is left.
+
+        The driver calls this, and later rank 0 of the next group calls `begin_group`. Ray does not guarantee that the
+        calls of two processes arrive in order, but forming a group takes much longer than this call. If this call
+        arrived too late anyway, the time of the loss and the lost rank would appear not in the receipt of this loss,
+        but in the next receipt.
+        """
+        self.log(
+            f"lost {incident.detail}; {'the other workers keep training' if others_train else 'no worker is left'}"
+        )
         self._lost_on.append(node)
         self.add_incident_facts(incident)
 
@@ -187,7 +195,7 @@ class ControlChannel:
         """Forget the newest group, which has ended, so that later changes to its nodes cause no event."""
         self._group = None
 
-    # ------------------------------------------------------------------------------------------- called by the driver
+    # ------------------------------------------------------------ called by the driver, and some also by the workers
 
     def request_stop(self) -> None:
         """Ask the current worker group and all later ones to stop."""
@@ -198,7 +206,7 @@ class ControlChannel:
         self._command = replace(self._command, save=True)
 
     def restart_group(self, incident: Incident, deadline: float | None) -> None:
-        """Ask the worker group to save and end. `deadline` is the time at which the first of its nodes will be gone."""
+        """Ask the worker group to save and stop. `deadline` is the time at which the first of its nodes is lost."""
         self.add_incident_facts(incident)
         self.log(f"{incident.cause}: {incident.detail}; the workers save and start again")
         moves = incident.cause is Cause.MOVED
@@ -223,7 +231,7 @@ class ControlChannel:
     def group(self) -> WorkerGroup | None:
         """Return the newest worker group.
 
-        Returns None if no group has begun yet, if the group was asked to end, or if it failed because of a GPU.
+        Returns None if no group has begun yet, if the group was asked to stop, or if it failed because of a GPU.
         """
         return self._group
 
@@ -266,7 +274,7 @@ class ControlClient:
     ) -> Answer | None:
         """Call a method of the channel and return its result, or None if the channel is gone.
 
-        If the channel is gone, the driver is gone, too, and Ray ends all processes of the driver.
+        If the channel is gone, the driver is gone, too, and Ray stops all of the driver's processes.
         """
         with suppress(RayError):
             return self.call(method, *given, **named)

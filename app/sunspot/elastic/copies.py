@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sunspot.checkpoint.memory_files import MemorySnapshot
+from sunspot.checkpoint.memory_files import Heartbeat, MemorySnapshot
 from sunspot.checkpoint.node_state import PartCopy
 from sunspot.checkpoint.part_exchange import ranks_by_node
 from sunspot.run.attempts import Attempt, attempt_of, attempts_with_start, lineage, step_of
@@ -33,7 +33,7 @@ class NodeInventory(NamedTuple):
     node: str
     "Ray's id of the node."
     snapshot: MemorySnapshot | None
-    heartbeats: list[tuple[int, int, float]]
+    heartbeats: list[Heartbeat]
     parts: Sequence[MemorySnapshot] = ()
     "Copies of parts of sharded states. Only the lowest rank of each node reports them."
     live: LiveState | None = None
@@ -72,8 +72,9 @@ def choose_live(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -
     """Return the newest live state among the survivors, or None if the survivors do not have all shards of a state.
 
     The survivors' states differ by at most one step, because some survivors may have completed their step before the
-    loss. The state of a process that missed a group is ignored, because the other processes may have continued without
-    it, and deleted the state's checkpoint. A shard is ignored, too, if the process's new rank needs a different shard.
+    loss. The state of a process that missed a group is ignored, because the other processes may have trained without
+    that process, and deleted the checkpoint of its state. A process's shard is ignored, too, if its new rank needs a
+    different shard.
     """
     spans = lineage(attempts)
     live = {
@@ -166,7 +167,7 @@ def exclude_crashing_copy(
     last = attempts_with_start(before)[-RESTORES:]
     names = {attempt.starts_from if attempt.metadata.tier == "memory" else None for attempt in last}
     hosts = {host for attempt in last for host in attempt.metadata.nodes.values()}
-    took_step = {attempt for inventory in inventories for attempt, _, _ in inventory.heartbeats}
+    took_step = {each.attempt for inventory in inventories for each in inventory.heartbeats}
     crashed = len(last) == RESTORES and hosts <= {inventory.host for inventory in inventories}
     if not crashed or len(names) > 1 or None in names or took_step & {attempt.number for attempt in last}:
         return list(inventories), ""

@@ -2,9 +2,10 @@
 
 Ray Train's controller asks about each worker failure (failure_callback.py). If all ranks raise the same error in the
 user's program, the error would occur again, so the run ends at once. Other failures are counted, and the next
-checkpoint resets the count. Groups that got no rows from Ray Data are counted separately. So are groups that started
-from an in-memory copy and took no step: after a few such groups, the run continues from storage (copies.py). Processes
-that run out of memory in quick succession are counted even if there was a checkpoint in between (out_of_memory.py).
+checkpoint resets the count. For lost workers in survivor mode, the next step resets the count. Groups that got no rows
+from Ray Data are counted separately. So are groups that started from an in-memory copy and took no step: after a few
+such groups, the run continues from storage (copies.py). Processes that run out of memory in quick succession are
+counted even if there was a checkpoint in between (out_of_memory.py).
 """
 
 import re
@@ -97,7 +98,7 @@ LeaveOut = Callable[[Suspects], list[str]]
 
 
 class WorkersFailedError(Exception):
-    """Raised if the workers failed and no other group starts. The one-line text names the ranks and what ended them."""
+    """Raised if the workers failed and no other group starts. The text says in one line which ranks failed and why."""
 
     def __init__(self, text: str, final: bool = False) -> None:
         """Create the error. `final` is True if workers on any other cluster would fail in the same way."""
@@ -137,12 +138,12 @@ def find_cuda_error(error: Exception) -> int | None:
 class FailureJudge:
     """Decides whether another worker group follows one that failed.
 
-    At most `max_failures` groups in a row may fail without a new checkpoint, or without a new step in survivor mode.
+    At most `max_failures` groups in a row may fail without a new checkpoint (or, in survivor mode, a new step).
     Groups that got no rows (up to MAX_STARVED) and groups that took no step from an in-memory copy (up to RESTORES) do
-    not count toward this limit. In survivor mode, losses within one step end the run only if there are at least as many
-    losses as workers in the group, because all workers in a zone can be lost within seconds. The control channel keeps
-    the counts, because each of Ray's trainers has its own judge. `leave_out` is called before each group, and a
-    `SunspotError` that it raises ends the run.
+    not count toward this limit. In survivor mode, the failure of a zone can exceed the limit within seconds. Losses
+    beyond the limit therefore end the run only if, since the newest step, as many workers were lost as the group had
+    (or if `max_failures` is 0). The control channel keeps the counts, because each of Ray's trainers has its own judge.
+    `leave_out` excludes broken nodes before each group. If it raises a `SunspotError`, the run ends.
     """
 
     def __init__(
@@ -279,9 +280,9 @@ class FailureJudge:
 
 
 def count_ends(loops: Mapping[str, tuple[int, float]], kinds: set[str], now: float) -> dict[str, tuple[int, float]]:
-    """Return `loops` with one more failure of each kind in `kinds`, and without kinds that have not failed for LOOP_S.
+    """Return `loops` with one more failure of each kind in `kinds`.
 
-    `now` is in seconds since the epoch.
+    Kinds whose last failure was more than LOOP_S ago are removed first. `now` is in seconds since the epoch.
     """
     recent = {kind: (times, then) for kind, (times, then) in loops.items() if now - then <= LOOP_S}
     return {**recent, **{kind: (recent.get(kind, (0, now))[0] + 1, now) for kind in kinds}}
@@ -315,7 +316,11 @@ def same_message(errors: list[RankError]) -> tuple[object, ...] | None:
 
 
 def find_only(errors: list[RankError], describe: Callable[[Failure], tuple[object, ...]]) -> tuple[object, ...] | None:
-    """Return the description that all ranks' errors share, or None if they differ or come from outside the program."""
+    """Return the description that all ranks' errors share, or None if the descriptions differ.
+
+    Also returns None if a rank reported no error, or if an error came from outside the program or is a consequence of
+    another error.
+    """
     kinds = {describe(one.failure) for one in errors}
     if len(kinds) != 1 or len(errors) < errors[0].world_size:
         return None
@@ -323,14 +328,15 @@ def find_only(errors: list[RankError], describe: Callable[[Failure], tuple[objec
 
 
 def describe(end: GroupEnd, errors: dict[int, Exception]) -> str:
-    """Describe in one line which ranks ended and why. An error that is only a consequence of another is omitted.
+    """Describe in one line which ranks failed and why. An error that is only a consequence of another is omitted.
 
-    If ranks have hung and ended themselves, the line names the ranks that the others waited for.
+    If ranks have hung and their processes have exited, the line names the ranks that blocked the others, or all hung
+    ranks if the culprits are unknown.
     """
     reported = [one.failure for one in end.errors]
     known = {failure.rank for failure in reported}
     lost = {rank: error for rank, error in errors.items() if isinstance(error, LOST) and rank not in known}
-    lost = {} if end.hangs else lost  # the ranks have ended themselves
+    lost = {} if end.hangs else lost  # the watchdogs have terminated these ranks
     step = max([end.progress.step, *(failure.step for failure in reported)])
     parts: dict[str, list[int]] = {}
     for failure in [failure for failure in reported if not failure.is_consequence] or ([] if lost else reported):

@@ -12,7 +12,7 @@ class GroupChoice:
     The first group is always asked for its maximum number of workers, so that its nodes come as soon as they are
     available. A later group is asked for the workers that exceed the earlier groups' maximum. If the earlier groups
     lack nodes for longer than the later group's `after_s`, the later group is also asked for the missing workers. This
-    ends once the earlier groups have had enough nodes for `after_s`.
+    additional request ends once the earlier groups have had enough nodes for just as long.
     """
 
     def __init__(self, groups: Sequence[NodeGroup], workers: int) -> None:

@@ -1,8 +1,8 @@
 """Authenticated connections between the driver and the members of a worker group.
 
 A heartbeat is one byte. Any other message is pickled, and sent with a header that contains its length. One thread of
-the driver serves all connections. The thread never blocks, so a stopped process does not delay the others: bytes that a
-socket does not accept at once are sent later.
+the driver serves all connections. The thread never blocks, so a process that is stopped (SIGSTOP) does not delay the
+others: bytes that a socket does not accept at once are sent later.
 """
 
 import contextlib
@@ -282,7 +282,10 @@ class MemberConnections:
                 self._end_unauthenticated(connection)
 
     def _end_silent(self, at: float) -> None:
-        """Probe connections that are quiet at the time `at`, and end those that have been silent for too long."""
+        """End connections that have been silent for longer than their limit, and probe those silent for QUIET_S.
+
+        `at` is the current time.
+        """
         for connection in list(self._authenticated):
             silent_s = at - connection.heard_at
             if silent_s > connection.silence_limit_s:
@@ -399,7 +402,7 @@ def _prove(key: bytes, role: bytes, nonces: bytes) -> bytes:
 
 
 def _end_if_unacknowledged(own: socket.socket) -> None:
-    """Send packets without delay, and end the connection if one is not acknowledged for MACHINE_LIMIT_S.
+    """Send packets without delay, and close the connection if a packet is not acknowledged for MACHINE_LIMIT_S.
 
     See TCP_USER_TIMEOUT in tcp(7).
     """

@@ -6,16 +6,16 @@ asked. New processes and preempted nodes also change the group, but only between
 change, and the members ask to join the next generation when their step is done.
 
 At most one generation is open, and only members of the newest generation are told to form a group. A process that
-cannot reach the server is therefore in no group, and ends.
+cannot reach the server is therefore in no group, and exits.
 
 The newest state is never left behind. If only members on draining nodes have it, they stay in the group, hand the state
 over, and leave at the next change.
 
-The size of the group can be limited. Members then leave as they do on a draining node, but keep their processes, and
-are the first to join if the limit rises again.
+The size of the group can be limited. Some members then leave as on a draining node, but their processes keep running,
+and are the first to join if the limit rises again.
 
-Under PARALLEL=hsdp, a group consists of whole replicas (`replicas.arrange`). If one of a replica's workers is lost, its
-other workers keep their processes, and wait until a new process completes a replica.
+Under PARALLEL=hsdp, a group consists of whole replicas (`replicas.arrange`). If one of a replica's workers is lost, the
+replica's other processes keep running, and wait until a new process completes a replica.
 """
 
 import math
@@ -82,7 +82,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Close:
-    """Message that tells members that their generation has ended, and that its collectives would never complete."""
+    """Message that tells members that their generation has ended, so that its collectives will never complete."""
 
     number: int
 
@@ -118,7 +118,7 @@ class Membership:
     """State of the membership server. All times are in seconds of one monotonic clock."""
 
     def __init__(self, size: int, degree: int = 1) -> None:
-        """Create the state for `size` processes that were started, with `degree` processes in each replica."""
+        """Create the state for a run that has started `size` processes, `degree` of them for each replica."""
         self._size = size
         self._degree = degree
         self._shards: dict[str, int] = {}
@@ -166,7 +166,10 @@ class Membership:
         self._changed = True
 
     def shard_of(self, member: Member) -> int:
-        """Return the shard that a process holds, or should prepare so that the waiting processes can form replicas."""
+        """Return the shard that a process holds.
+
+        For a new process, this is the shard to prepare, so that the waiting processes can form replicas.
+        """
         return self._shards[member.lasting_name]
 
     def request_to_join(self, uid: str, now: float, step: int | None = None) -> None:
@@ -220,7 +223,8 @@ class Membership:
     def decide(self, now: float) -> list[tuple[str, Message]]:
         """Return the messages to send now, each with its recipient's uid.
 
-        While a group trains, the passage of time changes nothing, so calls cost almost nothing.
+        While a group trains, the messages do not depend on `now`, so a call returns at once unless something has
+        changed since the previous call.
         """
         if not self._changed and (self._open or self.ended):
             return []
@@ -239,7 +243,7 @@ class Membership:
 
     @property
     def leavers(self) -> list[Member]:
-        """Members that the next generation will exclude, because other members have the state."""
+        """Members that will leave the group at its next change. Some of the remaining members have the state, too."""
         if not self._open:
             return []
         wanted = self._wanted()
@@ -270,7 +274,7 @@ class Membership:
         self._settled_at = now + SETTLE_S
 
     def _wanted(self) -> set[str]:
-        """Return the uids of the next generation, if it formed now and all members had equally new states."""
+        """Return the uids that the next generation would have if it formed now and all states were equally new."""
         return {member.uid for member in self._choose(self._requests.keys() | self.generation.ranks.keys())}
 
     def _ask_for_change(self) -> list[tuple[str, Message]]:
@@ -311,8 +315,9 @@ class Membership:
         """Choose the next members, in whole replicas. Members of the last generation come first, in their order.
 
         A candidate on a draining node is excluded if a member on a staying node has a state at least as new. A newcomer
-        on a draining node is also excluded if it has no state and any candidate is on a staying node. The state of a
-        newcomer on a staying node is ignored, because the members may have trained since the newcomer left.
+        on a draining node is also excluded if it has no state and any candidate is on a staying node. If a newcomer on
+        a staying node has a state from an earlier group, this state is ignored, because the members may have trained
+        since then.
         """
         order = {member.lasting_name: rank for rank, member in enumerate(self.generation.members)}
         living = [member for uid, member in self._members.items() if uid in candidates]

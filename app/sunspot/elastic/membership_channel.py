@@ -1,14 +1,15 @@
 """Connects the members of a worker group with the membership server in the driver, over one connection for each member.
 
-Members send heartbeats, ask for the next group, and announce the end of all groups. The server announces the members of
-each group, and tells them when the group changes or ends. All other reports and commands go through the control channel
-(control.py).
+Members send heartbeats, ask for the next group, and report that no other group should follow. The server announces the
+members of each group, and tells them when the group changes or ends. All other reports and commands go through the
+control channel (control.py).
 
-`MembershipServer.declare_lost` is the only function that declares a process lost. If a process ends, its connection
+`MembershipServer.declare_lost` is the only function that declares a process lost. If a process exits, its connection
 ends, so the loss is known at once. A lost node does not close its connections, but its kernel no longer answers. The
 server sends a byte to a member that has sent no heartbeat for a while. Even a busy kernel acknowledges such bytes, so
-a limit of MACHINE_LIMIT_S is enough. Members notice a lost driver in the same way. If a process is stopped, its kernel
-still answers, so the process is lost after PROCESS_LIMIT_S without a heartbeat, or later while it builds its model.
+a limit of MACHINE_LIMIT_S is enough. Members notice a lost driver in the same way. If a process is stopped (SIGSTOP),
+its kernel still answers. The process therefore counts as lost only after PROCESS_LIMIT_S without a heartbeat, or even
+later if it is building its model.
 
 A process that was wrongly presumed lost finds its connection closed, and reconnects at once under another uid. If the
 other members have not formed a group by then, they wait for the process to join. Otherwise, it joins them later.
@@ -218,7 +219,7 @@ class MembershipServer:
     def declare_lost(self, connection: MemberConnection, error: BaseException | None) -> None:
         """Declare the process at the other end of a connection lost, even if it is still alive.
 
-        The connection has ended with `error`: EOFError or a reset if the process has ended, one of MACHINE_ERRORS if
+        The connection has ended with `error`: EOFError or a reset if the process has exited, one of MACHINE_ERRORS if
         its machine did not answer for MACHINE_LIMIT_S, or None if no heartbeat came for PROCESS_LIMIT_S.
         """
         with self._lock:
@@ -239,7 +240,9 @@ class MembershipServer:
         cause, detail = Cause.WORKER_LOST, f"rank {rank} on {member.display_name}"
         if isinstance(error, OSError) and error.errno in MACHINE_ERRORS:
             cause, detail = Cause.NODE_LOST, f"{member.display_name} (rank {rank})"
-        self._control.send(ControlChannel.add_loss, member.node, Incident(cause, detail, time.time()))
+        others_train = any(uid in self._connections for uid in self._membership.generation.ranks)
+        incident = Incident(cause, detail, time.time())
+        self._control.send(ControlChannel.add_loss, member.node, incident, others_train=others_train)
 
     def _decide(self) -> None:
         """Send the messages that end a group, announce a change after the current step, or form the next group."""
@@ -335,14 +338,15 @@ class MembershipClient:
         self._newest_closed = 0
         "Number of the newest generation that is known to be closed."
         self._closed = threading.Event()
-        "Set while this process is in no open generation."
+        """Set while this process is in no open generation. Unset until the first call of `join_next`, so that an error
+        before it ends the process (`Survivor.outlives`)."""
         self._newest_change = 0
         "Number of the newest generation that was told to change after a step."
 
     def connect(self) -> bool:
-        """Register this process as a newcomer, unless it is already connected. Returns True if others are training.
+        """Register this process as a newcomer, unless it is already connected.
 
-        Raises `DriverUnreachableError`.
+        Returns True if other processes are training. Raises `DriverUnreachableError`.
         """
         with self._connecting:
             if self._link is None:
@@ -382,7 +386,7 @@ class MembershipClient:
         """Leave the current generation, and return the next one that includes this process, with the process's rank.
 
         `step` is the step of this process's state, or None if it has no usable state. `left_out` is called when the
-        others form a group without this process, because the number of members is limited. Returns None if no next
+        other processes form a group without this one, because the number of members is limited. Returns None if no next
         generation will form. Raises `DriverUnreachableError`.
         """
         self._leave_generation()
@@ -490,7 +494,10 @@ class MembershipClient:
             link.connection.close()
 
     def _drop(self, link: Link) -> None:
-        """Drop a broken link, and end the generation, because the server presumes this process lost."""
+        """Drop a broken link, and end the generation.
+
+        The server presumes this process lost, or will do so soon, unless the driver itself is gone.
+        """
         if self._link is link:
             self._link = None
             link.connection.end()

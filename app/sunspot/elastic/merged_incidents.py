@@ -1,8 +1,10 @@
 """Merges what several observers report about the end of a worker group into one incident.
 
 The workers, the membership server, Ray's controller and the driver's supervisor each see a part of an incident. Their
-reports arrive in any order, through control.ControlChannel. The strongest cause wins, or the earliest of equally strong
-causes (`merge`). Any other fact keeps the value that was reported first.
+reports arrive in any order, through control.ControlChannel. The strongest cause wins (`merge`). Among equally strong
+causes, the earliest wins, except that a new hang replaces an earlier hang. Any other fact keeps the value that was
+reported first. If a stronger cause replaces a PLANNED one, however, the facts reported with the stronger cause take
+precedence.
 """
 
 import time
@@ -74,11 +76,14 @@ class Incidents:
         )
 
     def note(self, event: str, details: Iterable[str]) -> None:
-        """Add notes for the run's events."""
+        """Add a note for each of the `details`, to be recorded in the run's events."""
         self._notes += [Note(event, detail, time.time()) for detail in details]
 
     def begin_group(self) -> Incident:
-        """Return why a new group begins, with the incidents of all groups since the last one that completed a step."""
+        """Return why a new group begins.
+
+        If the previous group took no step, the result is merged with the incident that started that group.
+        """
         began = merge(self._began, self._ending)
         began = replace(began, notes=(*began.notes, *self._notes))
         self._began, self._ending = replace(began, notes=()), Incident()

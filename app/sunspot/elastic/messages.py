@@ -142,7 +142,10 @@ class FailureCounts:
     "True if another group would fail in the same way on any cluster."
 
     def since(self, kept: int) -> FailureCounts:
-        """Return these counts, reset to zero if step `kept` is newer than theirs, except for `error` and `loops`."""
+        """Return these counts with a new value of `kept`.
+
+        If the new value is larger, all other fields except `error` and `loops` are reset.
+        """
         none = FailureCounts(error=self.error, loops=self.loops)
         return replace(none if kept > self.kept else self, kept=kept)
 

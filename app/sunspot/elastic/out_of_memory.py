@@ -1,4 +1,4 @@
-"""Recognizes workers that ended because they ran out of memory, and describes them for users."""
+"""Recognizes workers that died because they ran out of memory, and describes them for users."""
 
 import re
 from collections.abc import Mapping
@@ -36,8 +36,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def find_killed_for_memory(error: BaseException) -> tuple[str, str]:
     """Return the Ray ID of a node on which Ray killed a process to free memory, and a description with Ray's figures.
 
-    `error` is the error that Ray raised for the process, or the failed health check that found it. Returns two empty
-    strings if the process was not killed for this reason.
+    `error` is Ray's error for the process, or the error of the health check that found the process dead. Returns two
+    empty strings if the process was not killed for this reason.
     """
     cause = getattr(error, "health_check_failure", error)
     if not isinstance(cause, OutOfMemoryError):

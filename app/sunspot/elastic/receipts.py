@@ -1,6 +1,7 @@
-"""Makes the receipts that record the cost of each restart.
+"""Makes the receipts that record the cost of each worker group's start, after a restart or in place.
 
-Rank 0 of the new worker group writes the receipt after its first step.
+Rank 0 of the new worker group writes the receipt after its first step, or after the evaluation that the previous group
+did not complete.
 """
 
 import time
@@ -8,11 +9,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypedDict
 
+from sunspot.checkpoint.memory_files import Heartbeat
 from sunspot.elastic.claim import StartPoint
+from sunspot.elastic.control import ControlChannel, ControlClient
 from sunspot.elastic.failures import describe_failure_in_line
-from sunspot.elastic.messages import Incident, RankError
+from sunspot.elastic.merged_incidents import merge
+from sunspot.elastic.messages import Incident, RankError, WorkerGroup
 from sunspot.elastic.restore import TrainingState
-from sunspot.run.attempts import Attempt
+from sunspot.run.attempts import IN_PLACE, Attempt
 from sunspot.run.cost import cost_of_loss
 from sunspot.run.incidents import Cause, Receipt, worker_seconds
 from sunspot.run.overview import LOST_AFTER_S
@@ -29,17 +33,45 @@ class Phases(TypedDict, total=False):
     loaded: float | None
 
 
+class OpenIncident:
+    """The incident that ended the previous group, on rank 0 of the new group until this group has taken a step."""
+
+    def __init__(self, start: StartPoint, state: TrainingState, control: ControlClient, phases: Phases) -> None:
+        """Prepare the receipt of the group that starts from `start`. No tensors of `state` are kept."""
+        self._start = start
+        self._state = replace(state, model=None, optimizer=None)
+        self._control = control
+        self._phases = phases
+        self._incident = Incident()
+
+    def begin(self) -> Incident:
+        """Register the new group with the driver, and return what is known so far about the end of the previous one."""
+        start = self._start
+        hosts = {int(rank): host for rank, host in start.attempt.metadata.nodes.items()}
+        group = WorkerGroup(start.attempt.number, len(start.nodes), start.nodes, hosts)
+        self._incident = self._control.call(ControlChannel.begin_group, group)
+        return self._incident
+
+    def close(self) -> Receipt:
+        """Close the incident, and return its receipt. Call this once the group has taken a step or an evaluation."""
+        later = self._control.call_or_none(ControlChannel.close_incident)
+        if later:  # Ray may report a lack of memory after the group has begun
+            self._incident = merge(self._incident, later)
+        return make_receipt(self._start, self._state, self._incident, time.time(), self._phases)
+
+
 def make_receipt(
     start: StartPoint, state: TrainingState, incident: Incident, first_step: float, phases: Phases | None = None
 ) -> Receipt:
     """Return the receipt of `start.attempt`, whose first step ended at `first_step` (seconds since the epoch).
 
-    `incident` is the incident that ended the previous group (`ControlChannel.begin_group`).
+    `incident` is the incident that ended the previous group, as known after the first step (`OpenIncident.close`).
     """
     attempt, before = start.attempt, start.before
-    since = max((receipt.attempt for receipt in start.past.receipts), default=0)
+    since = start.past.since
     interrupted = [earlier for earlier in before if earlier.number >= since] or before
-    last_steps = [step for number, step, _ in start.past.heartbeats if number >= since and before]
+    heartbeats = [each for each in start.past.heartbeats if each.attempt >= since and before]
+    taken = complete_step(heartbeats) if state.tier == IN_PLACE else max((each.step for each in heartbeats), default=0)
     left = state.taken if state.taken is not None else (interrupted[0].time if interrupted else attempt.time)
     paused_since = incident.paused_since
     paused_s = max(0.0, attempt.time - max(paused_since, left)) if paused_since else 0.0
@@ -58,7 +90,8 @@ def make_receipt(
         first_step=first_step,
         left=left,
         step=attempt.step,
-        last_step=max(attempt.step, incident.last_step, *last_steps),
+        last_step=max(attempt.step, incident.last_step, start.past.last_step, taken),
+        at_least=bool(before) and state.tier != IN_PLACE and not start.past.knows_end_of(before[-1]),
         tier=state.tier,
         world_before=world_before,
         world_after=attempt.metadata.world_size,
@@ -67,6 +100,19 @@ def make_receipt(
         worker_seconds_lost=max(0.0, spent - paused_s * world_before),
     )
     return replace(receipt, cost=cost_of_loss([*before, attempt], receipt))
+
+
+def complete_step(heartbeats: Sequence[Heartbeat]) -> int:
+    """Return the newest step that processes with all shards of the state have taken, or 0.
+
+    Under hsdp, a worker can be killed in the milliseconds in which it has taken a step and others have not. If no other
+    worker has its shard of this step, the step was never complete, so the others do not repeat it.
+    """
+    newest: dict[int, dict[int, int]] = {}
+    for each in heartbeats:
+        steps = newest.setdefault(each.shards, {})
+        steps[each.shard] = max(steps.get(each.shard, 0), each.step)
+    return max((min(steps.values()) for shards, steps in newest.items() if len(steps) == shards), default=0)
 
 
 def _why(before: Sequence[Attempt], incident: Incident) -> tuple[Cause, str]:
@@ -80,9 +126,9 @@ def first_incident(start: StartPoint) -> Incident:
     """Return why a driver starts its first worker group, or an empty incident for a later group.
 
     If the previous driver belonged to another job and was still alive, this job has taken over the run. The previous
-    driver counts as alive if it wrote a status after this driver had begun. In a different place, a status from shortly
-    before the claim is enough. A previous driver of the same job counts as lost, even if its workers run for another
-    minute.
+    driver counts as alive if it wrote a status after this driver had begun. If it ran in a different place (for
+    example, in another cluster), a status from shortly before the claim is enough. A previous driver of the same job
+    counts as lost, even if its workers run for another minute.
     """
     own, other = start.past.status, start.past.other
     if not start.before:
@@ -91,7 +137,8 @@ def first_incident(start: StartPoint) -> Incident:
         return Incident()
     if other is None:
         return Incident(Cause.DRIVER_LOST, "the previous driver wrote no status")
-    step = max(other.step, start.attempt.step)  # its last status may be older than its last checkpoint
+    # Its last status may be older than its last checkpoint and the last step that it has taken.
+    step = max(other.step, start.attempt.step, start.past.last_step)
     if other.state.terminal:
         ended = f"the previous driver ended at step {step}: {other.state}"
         return Incident(Cause.RESUMED, ended, paused_since=other.time, last_step=step)
@@ -110,7 +157,7 @@ def first_incident(start: StartPoint) -> Incident:
 def explain_error(error: RankError) -> Incident:
     """Return the incident for an error that a rank reports.
 
-    The incident is empty if the error is only a consequence of another process's end.
+    The incident is empty if the error is only a consequence of another process's exit.
     """
     if error.failure.is_consequence:
         return Incident()

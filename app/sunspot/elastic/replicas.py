@@ -49,7 +49,7 @@ def newest_whole(steps: Mapping[Member, float], shards: Mapping[Member, int], de
 def _split_by_node(
     members: Sequence[Member], shards: Mapping[Member, int], bound: Collection[Member], degree: int
 ) -> list[list[Member]]:
-    """Return as many whole replicas as possible, with as few replicas as possible on more than one node."""
+    """Return as many whole replicas as possible. As few of these replicas as possible span several nodes."""
     pools: dict[str, list[Member]] = {}
     for member in members:
         pools.setdefault(member.node, []).append(member)
@@ -65,7 +65,7 @@ def _split_by_node(
 def _split(
     pool: Sequence[Member], shards: Mapping[Member, int], bound: Collection[Member], degree: int
 ) -> tuple[list[list[Member]], list[Member]]:
-    """Return the whole replicas that the members in `pool` can form, and the members that are left."""
+    """Return the whole replicas that the members in `pool` can form, and the remaining members."""
     free = [member for member in pool if member not in bound]
     held: list[list[Member]] = [[] for _ in range(degree)]
     for member in pool:

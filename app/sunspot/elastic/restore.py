@@ -40,7 +40,10 @@ SEND_LIMIT_S = 120
 
 @dataclass(frozen=True)
 class TrainingState:
-    """The state from which a worker group continues. In a new run, it contains only INIT_FROM's weights, if any."""
+    """The state from which a worker group continues. In a new run, it contains only INIT_FROM's weights, if any.
+
+    It contains no tensors on a rank that already has them (`hand_over`).
+    """
 
     model: Any = None
     optimizer: Any = None
@@ -274,7 +277,7 @@ def read_init(settings: Settings, group: dist.ProcessGroup | None) -> Any:
 def choose_init(settings: Settings) -> tuple[Checkpoint, ShardedContents | None] | str:
     """Return what INIT_FROM refers to: the newest intact checkpoint of a run, or the SHA-256 digest of a file.
 
-    A checkpoint is returned with the contents of its parts, or with None if the checkpoint is not sharded.
+    A checkpoint is returned with a description of its tensors' pieces, or with None if the checkpoint is not sharded.
     """
     wanted = settings.init_from
     if not wanted.startswith("run:"):
@@ -292,7 +295,7 @@ def choose_init(settings: Settings) -> tuple[Checkpoint, ShardedContents | None]
 
 
 def load_init(settings: Settings, chosen: tuple[Checkpoint, ShardedContents | None] | str) -> Any:
-    """Return the state_dict that `choose_init` chose. Raises `ConflictError` if the source was replaced since."""
+    """Return the state_dict that `choose_init` chose. Raises `ConflictError` if the source has been replaced."""
     wanted, content = settings.init_from, bytearray()
     replaced = _replaced(wanted)
     try:

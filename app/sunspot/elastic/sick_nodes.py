@@ -1,8 +1,9 @@
 """Finds a sick node, so that the run can leave the node before it fails. This module does no I/O.
 
 All workers wait for the slowest worker in each step, so a single slow node slows down the whole run. A hot GPU or a
-busy neighbor shows in the time of the forward passes, in which workers do not wait for each other. Late rows do not
-count, because they are often not the node's fault, for example if a replacement has joined with an empty cache.
+busy neighbor slows down the forward passes, in which workers do not wait for each other. The time spent waiting for
+rows does not count, because late rows are often not the node's fault, for example if a replacement has joined with an
+empty cache.
 """
 
 import math

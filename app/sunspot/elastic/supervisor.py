@@ -136,10 +136,11 @@ class Supervisor:
         ask_for_nodes(monitor.per_worker, self._range.most)
 
     def _size_of(self, group: WorkerGroup, size: int, nodes: list[dict[str, Any]]) -> int:
-        """Return the number of workers that a restart would have to exceed to be worthwhile.
+        """Return the number of workers above which a restart is worthwhile.
 
-        `size` is the number of workers that Ray has started, including lost workers, because Ray replaces them. `size`
-        is ignored once the group has given workers back and has not changed for SHORT_S.
+        `size` is the number of workers that Ray has started, including lost workers, because Ray replaces them. If the
+        run has given up workers (on request, or with a sick node), `size` is ignored once neither the group nor the
+        nodes have changed for SHORT_S.
         """
         seen = group.attempt, [node["NodeID"] for node in nodes if node["Alive"]]
         if self._unchanged[0] != seen:

@@ -1,10 +1,10 @@
-"""Ends a rank that takes no more steps, after recording its stacks, so that it counts as lost.
+"""Terminates a hung rank after recording its stacks, so that the rank counts as lost.
 
 A rank that hangs makes all others wait for it in the next collective. All watchdogs therefore act within moments of
 each other, and each one records its own rank's stacks. A watchdog is a thread, and cannot run while the training thread
 holds the GIL in C code. It therefore keeps postponing a timer that does not need the GIL (`faulthandler`). If this
-timer expires, it writes the stacks to a file in the node's shared memory and ends the process. The next worker on the
-node uploads the file. A stopped rank (SIGSTOP) leaves no stacks, and neither does a rank on a lost node. The other
+timer expires, it writes the stacks to a file in the node's shared memory and terminates the process. The next worker on
+the node uploads the file. A stopped rank (SIGSTOP) leaves no stacks, and neither does a rank on a lost node. The other
 ranks' stacks still show which rank has stopped (`run.failures.suspects`).
 """
 
@@ -93,9 +93,9 @@ OnHang = Callable[[Hang, bool], Any]
 
 
 class Watchdog:
-    """Ends this process if the thread that created the watchdog has taken no step for `timeout_s` seconds.
+    """Terminates this process if the thread that created the watchdog has taken no step for `timeout_s` seconds.
 
-    A `timeout_s` of 0 disables the watchdog. Before the process ends, the watchdog records an event in this rank's
+    A `timeout_s` of 0 disables the watchdog. Before the process exits, the watchdog records an event in this rank's
     journal and calls `on_hang`. It does the same for a rank of the previous attempt that left only its stacks on this
     node. Before the group has claimed an attempt, ranks take no steps, so each message from the other ranks counts as a
     heartbeat.
@@ -131,7 +131,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def claimed(self, attempt: Attempt) -> None:
-        """Record the attempt that the group has claimed. From now on, its first step is expected."""
+        """Record the attempt that the group has claimed. From then on, the watchdog expects the first step."""
         with contextlib.suppress(SunspotError):
             with_deadline(REPORT_S, "recording an earlier hang", upload_dumps, self._run, attempt.number, self._on_hang)
         self.step = attempt.step
@@ -193,8 +193,8 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def _set_timer(self, after_s: float) -> None:
-        """Make the timer write all stacks to the file and end the process, `after_s` from now."""
-        with contextlib.suppress(OSError):  # without room for the file, the process still ends
+        """Make the timer write all stacks to the file and terminate the process after `after_s` seconds."""
+        with contextlib.suppress(OSError):  # without room for the file, the process still exits
             self._file.seek(0)
             self._file.truncate()
             self._file.write(json.dumps(self._header()).encode() + b"\n")
@@ -236,9 +236,9 @@ def _cancel_timers_at_fork() -> None:
 
 @contextlib.contextmanager
 def ended_after(limit_s: float, until: str) -> Iterator[None]:
-    """Context manager that ends this process if its body takes longer than `limit_s` seconds.
+    """Context manager that terminates this process if the `with` block takes longer than `limit_s` seconds.
 
-    The process prints its stacks on stderr before it ends. `until` describes what should have happened within this
+    The process prints its stacks on stderr before it exits. `until` describes what should have happened within this
     time. No watchdog may be active at the same time, because a process has only one timer that works without the GIL
     (`faulthandler`).
     """
@@ -246,7 +246,7 @@ def ended_after(limit_s: float, until: str) -> Iterator[None]:
 
     def end() -> None:
         why = f"it waited more than {limit_s:.0f} s until {until}"
-        print(f"this process ends, because {why}", file=sys.stderr, flush=True)
+        print(f"this process exits, because {why}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(STDERR)
         os._exit(1)
 

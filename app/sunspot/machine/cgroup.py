@@ -1,8 +1,8 @@
 """Reads the memory use and CPU throttling of this process and its container from Linux.
 
 A container is a control group (version 1 or 2), which is a folder of small files. Inside a container, this folder is
-/sys/fs/cgroup. Elsewhere, /proc/self/cgroup names a folder below it, and the parent groups' limits apply, too. On
-systems without control groups, such as macOS, the functions return zeros or None.
+/sys/fs/cgroup. Outside a container, /proc/self/cgroup names a folder below /sys/fs/cgroup, and the parent groups'
+limits apply, too. On systems without control groups, such as macOS, the functions return zeros or None.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ class Pages:
     """
 
     def __init__(self, size: int = 0, name: str = "sunspot") -> None:
-        """Create a file of `size` bytes, to which `write` appends. The bytes use no memory until they are accessed.
+        """Create a file of `size` bytes, which use no memory until they are accessed.
 
-        If `name` is unique, other processes can find the file once it is `complete`.
+        If `name` is unique, other processes can find the file once `complete` has been called.
         """
         self.close: Callable[[], object]
         try:
@@ -35,7 +35,7 @@ class Pages:
         os.truncate(self._descriptor, size)
 
     def write(self, data: bytes | bytearray) -> None:
-        """Append data to the file."""
+        """Write data after the previous call's data. The first call writes at the start of the file."""
         view = memoryview(data)
         while view:
             view = view[os.write(self._descriptor, view) :]
@@ -47,7 +47,7 @@ class Pages:
 
 
 def find_pages(name: str, size: int) -> torch.Tensor | None:
-    """Map the pages that another process of this user has completed and still maps, or return None if no process does.
+    """Map a file that another process of this user has completed and still maps. Return None if no such file exists.
 
     A process that maps the file keeps a descriptor open, and Linux lists the descriptors with the file's name in /proc.
     """

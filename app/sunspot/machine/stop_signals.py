@@ -1,4 +1,4 @@
-"""Handles the signals that ask a process to end: SIGTERM, for example from a service manager, and SIGHUP."""
+"""Handles the signals that ask a process to exit: SIGTERM, for example from a service manager, and SIGHUP."""
 
 import signal
 from types import FrameType
@@ -7,14 +7,14 @@ from sunspot.errors import TerminatedError
 
 
 def end_signals() -> list[signal.Signals]:
-    """Return the signals that ask this process to end, except those that it ignores, for example under `nohup`."""
+    """Return the signals that ask this process to exit, except those that it ignores, for example under `nohup`."""
     return [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def raise_end_signals() -> None:
     """Make SIGTERM and SIGHUP raise `TerminatedError` in the main thread, as SIGINT raises `KeyboardInterrupt`.
 
-    Later signals are ignored, because senders often repeat a signal while the process still records how it ended.
+    Later signals are ignored, because senders often repeat a signal while the process is recording why it stopped.
     """
 
     def end(number: int, frame: FrameType | None) -> None:

@@ -76,7 +76,10 @@ def reduce(
 
 
 def combine(totals: list[dict[str, tuple[float, int]]], table: Mapping[str, np.ndarray]) -> Combined:
-    """Combine the workers' `totals` (`Sums.totals`) and the `table` of other numbers, float64 [workers], by name."""
+    """Combine the workers' `totals` (`Sums.totals`) and the other numbers in `table`.
+
+    `table` maps each name to the workers' values, float64 [workers].
+    """
     rows_of_all = sum(max((rows for _, rows in own.values()), default=0) for own in totals)
     means = {}
     for name in sorted({name for own in totals for name in own}):

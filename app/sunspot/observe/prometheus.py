@@ -1,8 +1,8 @@
 """Exports a run's metrics to Prometheus through Ray's exporter. Each node exposes the metrics of its own processes.
 
 Ray prefixes the names below with `ray_` and adds labels, including `WorkerId`, so each worker process has its own time
-series. A process's counters keep their last value after it has ended. Ray's agent drops gauges that have not been set
-for 20 s, so a thread sets all gauges repeatedly.
+series. A process's counters keep their last value after the process exits. Ray's agent drops gauges that have not been
+set for 20 s, so a thread sets all gauges repeatedly.
 """
 
 from collections import deque
@@ -181,9 +181,9 @@ class Telemetry:
 
 @contextmanager
 def exported_run(run: Run, has_limits: bool = False) -> Iterator[None]:
-    """Context manager in which the driver exports the run as active, even while it waits for workers.
+    """Context manager that makes the driver export the run as active, even while the driver waits for workers.
 
-    With `has_limits`, it also exports how far the run will exceed its deadline and its budget.
+    With `has_limits`, the driver also exports by how much the run will exceed its deadline and its budget.
     """
     text = "1 while a driver trains the run, even if it has no workers yet."
     of_run = {"run": run.name}

@@ -40,7 +40,10 @@ class WorkerPlace:
     nodes: Sequence[str] = ()
     "Ray's node ID of each rank. Empty if unknown."
     sums: SumGuard | None = None
-    "The guard against incomplete sums of collectives on `device`. None if the process ends with its group."
+    """The guard against incomplete sums of collectives on a GPU. It is off on a CPU.
+
+    In survivor mode, every worker has a guard, and `Worker.outlives_groups` relies on this. None in restart mode.
+    """
     replicas: ReplicaGroups | None = None
     "The groups of this worker's replica and shard. None unless PARALLEL is hsdp."
 
@@ -56,7 +59,7 @@ class WorkerPlace:
 
     @property
     def shard(self) -> int:
-        """The number of this worker's shard under hsdp. It is 0 otherwise."""
+        """The index of this worker's shard under hsdp. It is 0 otherwise."""
         return self.rank % self.shards
 
 
@@ -86,13 +89,13 @@ def sync_buffers(model: torch.nn.Module, sums: SumGuard | None) -> None:
 
 
 def flatten(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
-    """Yield the tensors of each type, and one flat tensor with all their values."""
+    """Yield, for each dtype, a list of its tensors and one flat tensor with all their values."""
     for same in by_type(tensors):
         yield same, torch.cat([tensor.reshape(-1) for tensor in same])
 
 
 def by_type(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Return the tensors grouped by type, in order of first appearance, which is the same on all workers."""
+    """Return the tensors grouped by dtype, in order of first appearance. This order is the same on all workers."""
     groups: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.dtype, []).append(tensor)
@@ -184,8 +187,8 @@ def run_on_all_ranks(group: dist.ProcessGroup | None, act: Callable[[], Result])
     """Call `act`, and return its result once it has returned on all workers. All workers must call this together.
 
     The workers exchange messages at least every ROUND_S, so that no collective times out if one worker is slow. An
-    error raised by `act` is raised at once, because the other workers end with this one. `group` is None for a single
-    worker.
+    error raised by `act` is raised at once, because the other workers stop when this one fails. `group` is None for a
+    single worker.
     """
     if group is None:
         return act()

@@ -106,7 +106,7 @@ class DataParallel(DistributedDataParallel):
         return output
 
     def count_rows(self, counted: bool) -> None:
-        """Set whether the rows of later passes count. Rows with weight 0 do not, so they mark no parameters as used."""
+        """Set whether later passes mark parameters as used. Passes over rows with weight 0 must not do so."""
         if not counted:
             if self._unused_before is None:
                 self._unused_before = [each for each in self._averaged if each.grad is None]
@@ -253,7 +253,7 @@ def average(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
 
 
 def find_norms(module: nn.Module) -> list[nn.Module]:
-    """Return the batch norms of a model, or an empty list if other modules have buffers, too.
+    """Return the batch norms of a model, or an empty list if any other module has buffers.
 
     Batch norms do not use their buffers in training mode. Rank 0's buffers are therefore not sent before each pass, but
     by `sync_buffers` before they are used or saved.

@@ -50,9 +50,9 @@ class StepDecisionBroadcast:
     """Sends rank 0's decisions to all workers about every ASK_EVERY_S, or after every step if steps are longer.
 
     After a short step, the broadcast overlaps with the next step, so workers do not wait for each other, and the result
-    arrives one step late. After a step longer than LONG_STEP_S, all workers wait for the result, because a notice might
-    leave time for only one more step. Each broadcast also contains the number of steps until the next broadcast, and
-    whether workers wait for its result.
+    arrives one step late. After a step longer than LONG_STEP_S, all workers wait for the result, because a preemption
+    notice might leave time for only one more step. Each broadcast also contains the number of steps until the next
+    broadcast, and whether workers wait for its result.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

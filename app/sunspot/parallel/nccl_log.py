@@ -1,4 +1,4 @@
-"""Finds the network that NCCL uses between nodes, which NCCL only reports in its log."""
+"""Finds out which network NCCL uses between nodes. NCCL reports this only in its log."""
 
 import atexit
 import functools

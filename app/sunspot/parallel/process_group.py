@@ -1,9 +1,12 @@
 """Forms a generation's process groups without Ray, and breaks them after the loss of a member.
 
-A gloo collective waits for a lost member until it times out, and no public API ends it. Shutting down the group's
-sockets ends it at once. These are the sockets that were opened while the group formed. An NCCL collective waits on the
-GPU forever. It can be aborted, but then it leaves a wrong sum without raising an error. `SumGuard` keeps such sums out
-of the parameters.
+A gloo collective usually raises an error at once if it waits for a process that exits. If it waits for a lost node, for
+a stopped process, or for a member that itself waits for the lost one, it ends only when it times out, and no public API
+ends it earlier. Shutting down the group's sockets ends it at once. These are the sockets that were opened while the
+group formed.
+
+An NCCL collective waits on the GPU forever. It can be aborted, but then it leaves a wrong sum without raising an error.
+`SumGuard` keeps such sums out of the parameters.
 """
 
 import contextlib
@@ -19,6 +22,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from sunspot.background import Background
 from sunspot.machine.open_files import allow_open_files
 from sunspot.parallel.replica_groups import ReplicaGroups
 from sunspot.parallel.sum_guard import SumGuard
@@ -32,6 +36,9 @@ gloo."""
 
 NCCL_LIMIT_S = 120
 """Time limit in seconds for NCCL's first collective, which finds all paths between the GPUs and connects them."""
+
+CHECK_EVERY_S = 0.1
+"""Seconds between two checks for a lost member while groups form."""
 
 LOOPBACK = "127.0.0.1"
 
@@ -74,10 +81,10 @@ class ProcessGroups:
         self._form_by = math.inf
         "The deadline of the groups that are forming, in `time.monotonic` seconds."
         self.sums = SumGuard()
-        "The guard of the newest group's sums on the GPU."
+        "The guard of the newest group's sums. It is off on CPUs and in a group of one."
 
     @property
-    def overdue(self) -> bool:
+    def _overdue(self) -> bool:
         """True if groups have been forming for longer than their time limit."""
         return time.monotonic() > self._form_by
 
@@ -86,10 +93,9 @@ class ProcessGroups:
     ) -> dist.ProcessGroup:
         """Form the group for gradients and the group for decisions, and return the latter.
 
-        Call this inside `forming`. The store is opened here, so that `break_collectives` also closes its connection. If
-        forming takes longer than `limit_s`, the groups are `overdue`, and the caller must call `break_collectives`,
-        because torch's timeouts apply only to later collectives. Raises `RuntimeError` if a member is lost before the
-        groups have formed, and `SettingsError` if this process cannot open enough files.
+        Call this inside `forming`, which breaks groups that need longer than `limit_s`. The store is opened here, so
+        that `break_collectives` also closes its connection. Raises `RuntimeError` if a member is lost before the groups
+        have formed, and `SettingsError` if this process cannot open enough files.
         """
         allow_open_files("a worker", FILES_PER_MEMBER, world_size)
         self._form_by = time.monotonic() + limit_s
@@ -113,25 +119,40 @@ class ProcessGroups:
             for group in self._gradient_groups():
                 dist.all_reduce(torch.zeros(1, device=self._device), group=group)
             await_device(self._device)
-            if self.overdue:  # an aborted collective raises no error
+            if self._overdue:  # an aborted collective raises no error
                 raise RuntimeError(f"NCCL did not connect within {NCCL_LIMIT_S} s")
         self._form_by = math.inf
         return cast(dist.ProcessGroup, agreements)
 
     @contextlib.contextmanager
-    def forming(self) -> Iterator[None]:
-        """Context manager that assigns all sockets opened inside it to the groups."""
+    def forming(self, is_closed: Callable[[], bool]) -> Iterator[None]:
+        """Context manager for forming groups. All sockets that are opened inside it belong to the groups.
+
+        The groups are broken once their generation `is_closed`, or after their time limit, because torch's timeouts
+        apply only to later collectives.
+        """
+
+        def check() -> None:
+            if is_closed() or self._overdue:
+                self.break_collectives()
+
         self._before = {name for _, name in _sockets()}
         try:
-            yield
+            # The process may hear of a loss before it has a socket to close, so one check would not be enough.
+            with Background(CHECK_EVERY_S, check):
+                yield
         finally:
             self._own |= {name for _, name in _sockets()} - self._before
             self._before, self._form_by = None, math.inf
 
     def break_collectives(self) -> None:
-        """End all collectives in this process, from any thread. Gloo's collectives then raise an error."""
+        """End all collectives in this process, from any thread.
+
+        `SumGuard.trip` is called first. Gloo's collectives then raise an error. NCCL's collectives end without an
+        error but with wrong sums, which the guard keeps out of the parameters.
+        """
         with self._ending:
-            self.sums.trip()  # before any collective is aborted
+            self.sums.trip()
             before = self._before  # read once, because another thread can change it
             appeared = {name for _, name in _sockets()} - before if before is not None else set()
             _shut_down(self._own | appeared, self._server)

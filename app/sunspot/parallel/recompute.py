@@ -25,7 +25,7 @@ def recompute_blocks(model: nn.Module) -> None:
     blocks = [block for part in models_in(model) for block in find_blocks(part)]
     if not blocks:
         raise SettingsError(
-            f"SUNSPOT_RECOMPUTE=blocks: {type(model).__name__} has no blocks (the larger items of an "
+            f"SUNSPOT_RECOMPUTE=blocks: {type(model).__name__} has no blocks (the large items of an "
             "nn.ModuleList or nn.Sequential); set SUNSPOT_RECOMPUTE=off, or use torch.utils.checkpoint in the model"
         )
     for block in blocks:

@@ -8,9 +8,9 @@ replica r // degree:
   replica 1   rank 2    rank 3
                   average the gradients of their shard with each other (`across`)
 
-FSDP2 is written for process groups that last as long as the model. Here, a model outlives its groups, because a loss
-closes them and the survivors form new ones. FSDP2 therefore communicates through the objects that `connect` gives to
-its modules, which always use the newest groups.
+FSDP2 is written for process groups that last as long as the model. Here, a model outlives its groups, because the
+loss of a worker closes them and the survivors form new ones. FSDP2 therefore communicates through objects that always
+use the newest groups. `connect` gives these objects to FSDP2's modules.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STUCK_S = 5.0
 
 
 class ReplicaGroups:
-    """The process groups of a worker's replica and shard. They are replaced after each loss."""
+    """The process groups of a worker's replica and shard. They are replaced after each loss of a worker."""
 
     def __init__(self, degree: int) -> None:
         """Prepare groups with `degree` workers in each replica."""
@@ -93,8 +93,8 @@ class ReplicaGroups:
     def connect(self, modules: Iterable[FSDPModule]) -> None:
         """Make FSDP2 modules communicate through the newest groups.
 
-        From now on, a collective of a single DTensor raises an error, because the group of its mesh is destroyed.
-        Otherwise, the group's `fake` backend would return a wrong result.
+        This destroys the group of the mesh (`mesh`), so a DTensor operation that needs communication, such as
+        `full_tensor`, raises an error. Otherwise, the group's `fake` backend would return a wrong result.
         """
         dist.destroy_process_group(self._shape)
         gather, scatter = Gather(self), Scatter(self)
@@ -142,7 +142,7 @@ class ReplicaGroups:
             self._collective_began = None
 
     def end_if_stuck(self) -> None:
-        """End this process if it hangs in a collective of groups whose connections were shut down.
+        """Exit the process if it hangs in a collective of groups whose connections were shut down.
 
         If a connection ends when only a part of a message has been sent or received, gloo keeps waiting for the rest of
         the message (`Pair::signalException`, torch 2.15). Most collectives end nevertheless, because they also wait for
@@ -155,7 +155,7 @@ class ReplicaGroups:
             while self._formed == formed:
                 began = self._collective_began
                 if began and time.monotonic() - max(began, cut) > STUCK_S:
-                    print("a collective hangs, although its connections were shut down; this process ends", flush=True)
+                    print("a collective hangs, although its connections were shut down; this process exits", flush=True)
                     os._exit(1)
                 time.sleep(STUCK_S / 10)
 

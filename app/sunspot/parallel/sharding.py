@@ -143,9 +143,10 @@ def shard_model(
 
 
 def find_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules to gather separately: the larger items of the outermost `ModuleList`s and `Sequential`s.
+    """Yield the modules to gather separately: the large items of the outermost `ModuleList`s and `Sequential`s.
 
-    Models keep repeated layers in these containers. All other modules are gathered with the root.
+    An item is large if it has at least MIN_BLOCK_PARAMETERS parameters. Models keep repeated layers in these
+    containers. All other modules are gathered with the root.
     """
     for child in module.children():
         repeated = isinstance(module, (nn.ModuleList, nn.Sequential))
@@ -224,8 +225,8 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 def shard_like(value: Any, parameter: Any) -> Any:
     """Shard a tensor like a parameter. Under ddp, only adapt the memory layout.
 
-    `value` is the whole tensor or only this worker's part of it. Any other value is returned unchanged. The ranks do
-    not communicate, and the result may share memory with `value`.
+    `value` can be the whole tensor, or already this worker's shard. Any value without one of these two shapes is
+    returned unchanged. The ranks do not communicate, and the result may share memory with `value`.
     """
     if not isinstance(value, torch.Tensor) or not isinstance(parameter, torch.Tensor):
         return value
@@ -252,7 +253,7 @@ def shard_model_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, A
 def shard_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Shard each tensor of an optimizer's state_dict like its parameter. Under ddp, only adapt the memory layout.
 
-    A tensor may also be this worker's part, received from another worker with the same shard.
+    A tensor may be whole, or already be this worker's shard, received from another worker with the same shard.
     """
     parameters = parameters_of(optimizer)
     sharded = {

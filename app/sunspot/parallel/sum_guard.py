@@ -26,7 +26,7 @@ from sunspot.parallel.sharding import parameters_of
 
 
 class Event(Protocol):
-    """A place in a device's queue, like `torch.cuda.Event`."""
+    """A mark in a device's queue, like `torch.cuda.Event`."""
 
     def record(self) -> None:
         """Mark the current end of the queue."""
@@ -70,7 +70,10 @@ class SumGuard:
 
     @property
     def aborted(self) -> bool:
-        """True if collectives that the device has not completed yet may end with wrong results."""
+        """True if `trip` was called, so that collectives may end with wrong results.
+
+        Collectives that the device completed before the abort have correct results. Always False if no guard is needed.
+        """
         return self._on and bool(self._word)
 
     # -------------------------------------------------------------------------------------------------- training thread
@@ -83,10 +86,10 @@ class SumGuard:
         return not self.aborted
 
     def can_cancel(self, optimizer: Optimizer) -> bool:
-        """Return True if the device can cancel an optimizer's next step if the sums turn out to be incomplete.
+        """Return True if the device is able to cancel an optimizer's next step in case the sums are incomplete.
 
-        This is False in a parameter's first step, because a cancelled step would leave fused SGD with a momentum buffer
-        that was never written.
+        This is False for a parameter's first step, because a cancelled step would leave fused SGD with a momentum
+        buffer that was never written.
         """
         if not self._on or not type(optimizer).__module__.startswith("torch.optim."):
             return False

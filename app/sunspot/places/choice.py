@@ -1,14 +1,15 @@
-"""Chooses a place from prices, experiences, the work that is left, the deadline and the budget.
+"""Chooses a place from prices, experiences, the remaining work, the deadline and the budget.
 
 The rule, in order:
 
 1. Places that the remaining budget cannot pay for are excluded.
-2. If the time left is barely enough for the work, the run goes to a place with on-demand nodes, if one is left.
+2. If the time until the deadline is barely enough for the work, the run goes to an affordable place with on-demand
+   nodes. If no such place exists, rule 3 applies with a pace of 1.
 3. Otherwise the run goes to the cheapest place that is expected to keep the pace. The pace is the share of the wanted
    nodes with which the run would just meet the deadline. Without a deadline, the pace is USUAL_PACE.
 4. If no place keeps the pace, the run goes to the place with the most nodes.
 
-The cost of a move must be saved within STAY_S in the new place, so that the run does not move back and forth.
+A move must pay for itself within STAY_S, so that the run does not move back and forth.
 """
 
 from __future__ import annotations
@@ -105,8 +106,7 @@ def choose_place(
 ) -> Choice:
     """Return the place where the run should train.
 
-    `known` maps each place where recent runs requested nodes to the nodes that they got. Raises `ValueError` if
-    there are no offers.
+    `known` contains the experience of recent runs, keyed by place. Raises `ValueError` if there are no offers.
     """
     if goal.budget is not None and goal.budget <= 0:
         return Choice("", "the budget is spent")
@@ -119,7 +119,7 @@ def choose_place(
     warning = "" if affordable else "the budget will be spent before the work is done"
 
     def cost(place: str) -> float:
-        """Return the price of all nodes for an hour, including an hour's share of the cost of moving there."""
+        """Return the hourly price of all nodes in a place, including an hour's share of the cost of the move."""
         if not here or place == here:
             return prices[place]
         useful_hours = max(LEAST_PACE, shares[place]) * STAY_S / HOUR_S
@@ -157,7 +157,7 @@ def choose_place(
 
 
 def _expect(offer: Offer, known: Mapping[str, Experience], now: float) -> float:
-    """Return the share of the wanted nodes that a place is expected to provide: 1 if no run has used it yet."""
+    """Return the share of the wanted nodes that a place is expected to provide, or 1 if no run has used it yet."""
     experience = known.get(offer.place)
     return experience.expect(now) if experience else 1.0
 

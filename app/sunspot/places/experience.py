@@ -55,8 +55,8 @@ class Experience:
         """Return the expected share of the wanted nodes, from 0 to 1.
 
         The result is based on the last share or the average, whichever is lower. A place that has just lost its nodes
-        is therefore left at once, and a place that has just regained them is trusted only slowly. With time, the result
-        rises toward 1.
+        is therefore abandoned at once, and a place that has just regained them is trusted only slowly. With time, the
+        result rises toward 1.
         """
         return _forgive(min(self.share, self.average), max(0.0, now - self.time))
 
@@ -73,5 +73,8 @@ def learn(sightings: Iterable[Sighting]) -> dict[str, Experience]:
 
 
 def _forgive(share: float, passed_s: float) -> float:
-    """Return the share that is expected `passed_s` after a place provided `share`. It rises toward 1 with time."""
+    """Return the share that is expected `passed_s` seconds after a place provided `share`.
+
+    The expected share rises toward 1 with time.
+    """
     return 1 - (1 - share) * math.exp(-passed_s / FORGOTTEN_AFTER_S)

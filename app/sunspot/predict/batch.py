@@ -111,10 +111,10 @@ def predict_dataset(
 ) -> dict[str, Any]:
     """Predict the rows of DATASET that are missing in `output`, and return a summary of all predictions in `output`.
 
-    `split` is train or test. The default is test if there are held-out rows. If `workers` is 0, there is one worker per
-    GPU, or per core if Ray has no GPU. The summary contains `checkpoint`, `step`, `dataset`, `split`, `rows`,
-    `accuracy` (None if the rows have no labels), `output`, `parts` (the number of files), and `kept` (how many of the
-    files already existed).
+    `split` is train or test. The default is test, or train if there are no held-out rows. If `workers` is 0, there is
+    one worker per GPU, or per core if Ray has no GPU. The summary contains `checkpoint`, `step`, `dataset`, `split`,
+    `rows`, `accuracy` (None if the rows have no labels), `output`, `parts` (the number of files), and `kept` (how many
+    of the files already existed).
 
     Raises `ConflictError` if `output` contains other predictions, and `GaveUpError` if there is no progress. Also
     raises `SettingsError`, `DataError` or `DamageError`.
@@ -131,14 +131,14 @@ def predict_dataset(
             hide_warning_of_restarts()
             predictions = predict_parts(source, model, settings, missing, workers)
             write_parts(storage, predictions, missing, rows_in(source))
-    labelled, correct = count_correct(storage, parts) if model.data.classes else (False, 0)
+    labeled, correct = count_correct(storage, parts) if model.data.classes else (False, 0)
     return {
         "checkpoint": model.checkpoint.name,
         "step": model.checkpoint.step,
         "dataset": settings.dataset,
         "split": split,
         "rows": rows_in(source),
-        "accuracy": correct / rows_in(source) if labelled else None,
+        "accuracy": correct / rows_in(source) if labeled else None,
         "output": storage.locate("").rstrip("/"),
         "parts": len(parts),
         "kept": len(kept),
@@ -185,9 +185,10 @@ def split_rows(rows: int, row_bytes: int) -> list[OutputFile]:
 def open_output(
     storage: Storage, model: ModelCheckpoint, source: Source, parts: Sequence[OutputFile]
 ) -> set[OutputFile]:
-    """Claim the output folder if it is empty, or check that it contains these predictions. Return the existing files.
+    """Claim the output folder if it is empty, and return the files with predictions that it already contains.
 
-    Raises `SettingsError` or `ConflictError` if the folder contains anything else.
+    Raises `ConflictError` if the existing predictions are for another checkpoint or other rows, and `SettingsError` if
+    the folder contains anything else.
     """
     present = {entry.key for entry in storage.list("")}
     if present and IDENTITY not in present:
@@ -204,8 +205,8 @@ def open_output(
         changed = "\n".join(f"  {line}" for line in differences(before, identity))
         if changed:
             raise ConflictError(
-                f"{storage.locate('')} contains other predictions, which must not be mixed with these:\n{changed}\n"
-                "choose another --output, or use the --checkpoint of the existing predictions"
+                f"{storage.locate('')} contains predictions other than the requested ones (existing -> requested):\n"
+                f"{changed}\nchoose another --output, or use the --checkpoint of the existing predictions"
             )
     return {part for part in parts if part.key in present}
 
@@ -278,7 +279,7 @@ def count_correct(storage: Storage, parts: Sequence[OutputFile]) -> tuple[bool, 
         try:
             table = pq.read_table(io.BytesIO(storage.read(part.key)))
             if table["row"].to_numpy().tolist() != list(range(*part)):
-                raise ValueError("the row numbers do not match the range in the name")
+                raise ValueError("the row numbers do not match the range in the file's name")
             if "label" not in table.column_names:
                 return None
             return int(pc.sum(pc.equal(table["label"], table["prediction"])).as_py())

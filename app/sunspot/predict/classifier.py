@@ -191,10 +191,10 @@ def open_checkpoint(run: str, checkpoint: str, storage: str, task: str = "") -> 
 
 
 def refuse_foreign_task(task: str, own: str, where: str) -> None:
-    """Raise `SettingsError` if a run's `task` is neither one of Sunspot's tasks nor the user's `own`.
+    """Raise `SettingsError` if a run's `task` is neither one of Sunspot's tasks nor the user's `own` task.
 
     If `own` is empty, `find_task` finds the user's task. Importing a module executes it, and anyone who can write to
-    the run's storage could make the run name any module.
+    the run's storage could name any module as the run's task.
     """
     if task.startswith(OWN_TASKS):
         return

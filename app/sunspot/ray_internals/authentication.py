@@ -1,7 +1,7 @@
 """Makes Ray read its authentication token again.
 
-ray._raylet.AuthenticationTokenLoader   keeps the first token that this process has used. The public API cannot replace
-                                        this token, although `ray.init` starts Ray's processes with a newer token.
+ray._raylet.AuthenticationTokenLoader   keeps the first token that this process has used, although `ray.init` starts
+                                        Ray's processes with the current token. No public API replaces the old token.
 """
 
 

@@ -87,6 +87,6 @@ def note_processes_up() -> None:
 def processes_up() -> float | None:
     """Return the time at which all of the group's processes were up, in seconds since the epoch.
 
-    Returns None on other ranks than 0.
+    Returns None on ranks other than 0.
     """
     return _processes_up

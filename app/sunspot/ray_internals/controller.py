@@ -1,6 +1,6 @@
-"""Changes when Ray Train's controller ends a worker group and which workers it replaces, and removes controllers.
+"""Makes Ray Train's controller stop worker groups earlier and replace several lost workers, and removes controllers.
 
-ray.train.v2._internal.execution   shows the controller's state and its worker group, to end a group that cannot
+ray.train.v2._internal.execution   shows the controller's state and its worker group, to stop a group that cannot
                                    restart yet because nodes are missing. The public `UserCallback` shows neither.
 WorkerHealthCheck...Error          wrap or replace the error of a lost worker in the public `UserCallback`, and have no
                                    public names
@@ -11,8 +11,8 @@ ray._raylet.PlacementGroupID       removes the reservations of a failed controll
 ray._private.state.actors          finds controllers. The public ray.util.state asks the dashboard, which local
                                    sessions do not have.
 an actor handle's _actor_id        finds a worker's entry in the membership
-core_worker.kill_actor             ends a controller that waits for a node. The public `ray.kill` needs its handle,
-                                   which the trainer does not expose.
+core_worker.kill_actor             kills a controller that waits for a node. The public `ray.kill` needs an actor
+                                   handle, which the trainer does not expose.
 """
 
 import logging
@@ -54,7 +54,7 @@ class GroupRestartError(RayActorError):
 
 
 def end_groups_at_once() -> list[Any]:
-    """Return callbacks for Ray Train's controller that end a restarting group at once, even if nodes are missing.
+    """Return callbacks for Ray Train's controller that stop a restarting group at once, even if nodes are missing.
 
     Without these callbacks, Ray keeps an elastic group's processes until there are enough nodes for the next group. A
     preempted node then stays until the end of its notice, and Kubernetes creates the replacement pod only afterwards.
@@ -92,8 +92,8 @@ def replace_lost_alone(find_living: Callable[[], Collection[str]]) -> list[Any]:
 
     To replace a worker, Ray asks all other workers to discard their reports, and fails if another worker is dead, too
     (`_replace_replica_group_impl`, 2.60). These callbacks therefore tell Ray about all dead workers first. If another
-    worker dies during the replacement, Ray would fail or replace the same workers again. With these callbacks, Ray
-    notices the additional loss at its next poll.
+    worker died during the replacement, Ray alone would fail or replace the same workers again. With these callbacks,
+    Ray notices the additional loss at its next poll.
 
     `find_living` returns the names of the workers that are known to be alive. Each name begins with an actor ID.
     """
@@ -126,8 +126,8 @@ def replace_lost_alone(find_living: Callable[[], Collection[str]]) -> list[Any]:
 def end_lost(replicas: list[Any], find_living: Callable[[], Collection[str]]) -> None:
     """Shut down each replica group that has lost a worker.
 
-    A worker is lost if it is dead, or if it does not answer within ANSWER_S and `find_living` does not return it. No
-    worker may take longer than LIVING_S to answer.
+    A worker is lost if it is dead, or if it does not answer within ANSWER_S and `find_living` does not return it. After
+    LIVING_S without an answer, it is lost in any case.
     """
     asked = {
         worker.actor.clear_result_queue.remote(): (worker.actor._actor_id.hex(), replica)
@@ -194,7 +194,7 @@ def live_controllers() -> dict[str, str]:
 
 
 def end_controllers(spared: Collection[str]) -> None:
-    """End this job's controllers, except the `spared` ones.
+    """Kill this job's controllers, except the `spared` ones.
 
     Does nothing in an actor, because the actor's job may also run other trainers.
     """

@@ -1,4 +1,4 @@
-"""Prevents signals to the driver from reaching Ray's own processes, or handlers that Ray installs.
+"""Keeps signals to the driver away from Ray's own processes, and keeps the driver's SIGTERM handler.
 
 ray._private.services.ConsolePopen       starts Ray's processes in the driver's process group. The public API cannot
                                          choose another group.
@@ -17,10 +17,10 @@ from contextlib import contextmanager
 def ray_apart_from_signals() -> Iterator[None]:
     """Make Ray start its processes in separate sessions, and keep the driver's SIGTERM handler if it has one.
 
-    Service managers, batch systems and terminals signal the driver's whole process group, so Ray's processes would end
-    before the workers have saved. On Linux, Ray's processes can be in other sessions, because Ray makes the kernel end
-    them together with the driver (PR_SET_PDEATHSIG). On other systems, Ray's processes stay in the driver's group,
-    because one of Ray's helpers kills this whole group when the driver ends.
+    Service managers, batch systems and terminals signal the driver's whole process group, so Ray's processes would exit
+    before the workers have saved. On Linux, Ray's processes can be in other sessions, because Ray makes the kernel kill
+    them when the driver exits (PR_SET_PDEATHSIG). On other systems, Ray's processes stay in the driver's group,
+    because one of Ray's helpers kills this whole group when the driver exits.
     """
     from ray._private import services, utils
 

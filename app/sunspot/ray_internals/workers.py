@@ -1,7 +1,7 @@
 """The command line with which Ray started a worker's process.
 
-sys.argv of a worker   contains the time at which Ray launched it. The public API knows only when the process has
-                       started and imported Ray.
+sys.argv of a worker   contains the time at which Ray launched it. The public API provides only a later time, when
+                       the process has already imported Ray.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Inline SVG charts over steps or time, with legends, text alternatives, and a mark for each new worker group.
 
-Colours and fonts come from the page's style sheet.
+Colors and fonts come from the page's style sheet.
 """
 
 import math
@@ -118,7 +118,7 @@ def over_time(report: Report, series: Series) -> XAxis:
 
 
 def points_of(x_axis: XAxis, values: Sequence[float | None]) -> list[Point]:
-    """Return a point for each value of a column that can be drawn."""
+    """Return a point for each drawable value of a column."""
     return [
         Point(x, y, group)
         for x, y, group in zip(x_axis.positions, values, x_axis.groups, strict=True)
@@ -127,7 +127,7 @@ def points_of(x_axis: XAxis, values: Sequence[float | None]) -> list[Point]:
 
 
 def chart(title: str, x_axis: XAxis, y: Axis, lines: Sequence[Line], band: Band | None = None) -> Html:
-    """Return a figure with a title, a legend and a drawing. `band` spans the range of the ranks' values."""
+    """Return a line chart as a figure with a title and a legend. `band` spans the range of the ranks' values."""
     name = f"{title} over {x_axis.label.partition(',')[0]}"
     lines = [line for line in lines if line.points]
     if not lines:
@@ -168,10 +168,10 @@ def _describe(line: Line) -> str:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A drawing of lines over an x axis."""
+    """A line chart, rendered as SVG."""
 
     description: str
-    "Text alternative of the drawing."
+    "Text alternative of the chart."
     x: Axis
     x_label: str
     y: Axis
@@ -181,7 +181,7 @@ class Drawing:
     "Values on the x axis that are marked, each with a short label."
 
     def svg(self) -> str:
-        """Return the drawing as an SVG element."""
+        """Return the chart as an SVG element."""
         to_x = _scale(self.x, LEFT, WIDTH - RIGHT)
         to_y = _scale(self.y, HEIGHT - BOTTOM, TOP)
         parts = [*self._grid(to_x, to_y), *_marks([(to_x(place), label) for place, label in self.marks])]
@@ -272,12 +272,15 @@ def log_axis(values: Iterable[float]) -> Axis:
     ticks = [factor * 10.0**power for power in powers[::every] for factor in factors]
     below = max([tick for tick in ticks if tick <= low], default=low)
     above = min([tick for tick in ticks if tick >= high], default=high)
-    labelled = tuple((tick, tick_label(tick, tick)) for tick in ticks if below <= tick <= above)
-    return Axis(below, above, labelled, log=True)
+    labeled = tuple((tick, tick_label(tick, tick)) for tick in ticks if below <= tick <= above)
+    return Axis(below, above, labeled, log=True)
 
 
 def fitting_axis(name: str, values: Sequence[float]) -> Axis:
-    """Return an axis for the metric `name`. It is logarithmic for a loss that spans LOG_FROM or more."""
+    """Return an axis for the metric `name`.
+
+    The axis is logarithmic for a loss whose highest value is at least LOG_FROM times its lowest value.
+    """
     log = name.endswith("loss") and values and min(values) >= MIN_DRAWN and max(values) / min(values) >= LOG_FROM
     return log_axis(values) if log else linear_axis(values)
 

@@ -8,7 +8,7 @@ from sunspot.report.history import Series
 from sunspot.report.html import Html, Number, duration, element, integer, join, paragraph, percent, table, utc_time
 from sunspot.report.model import Report
 from sunspot.run.attempts import Attempt
-from sunspot.run.incidents import Cause, Receipt
+from sunspot.run.incidents import Cause, Receipt, describe_replayed
 from sunspot.run.size_limits import MAX_LISTED, cut
 
 MAX_ROWS = 100
@@ -27,7 +27,7 @@ def show(report: Report) -> Html:
     if seen.incidents:
         causes = ", ".join(f"{times} {cause}" for cause, times in seen.incidents_by_cause.most_common())
         incidents = plural(len(seen.incidents), "incident")
-        replayed = plural(seen.steps_replayed, "step")
+        replayed = describe_replayed(seen.steps_replayed, seen.replayed_at_least)
         parts.append(paragraph(f"{incidents} ({causes}); {replayed} taken again."))
     else:
         parts.append(paragraph("No incident is recorded."))
@@ -96,7 +96,7 @@ def _start(attempt: Attempt, receipt: Receipt | None, stepped: bool) -> list[Any
     return [
         *began,
         _wide(label + detail),
-        integer(receipt.replayed),
+        Number(f"at least {receipt.replayed:,}", receipt.replayed) if receipt.at_least else integer(receipt.replayed),
         duration(max(0.0, took)),
         safe,
         integer(receipt.step),

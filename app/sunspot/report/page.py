@@ -27,7 +27,7 @@ SECTIONS: Sections = {
 """The heading and function of each section, keyed by anchor, in page order."""
 
 STATE_SIGNS = {RunState.SUCCEEDED: ("✓", "good"), RunState.FAILED: ("✗", "bad"), RunState.LOST: ("✗", "bad")}
-"""The symbol and colour of each state."""
+"""The symbol and color of each state."""
 
 STYLE = Path(__file__).with_name("style.css")
 
@@ -86,7 +86,7 @@ def whole_page(title: str, body: Html, head: str = "") -> bytes:
 
 def _header(report: Report) -> Html:
     seen = report.seen
-    state = paragraph(in_colour(seen.state, str(seen.state).capitalize()), kind="lead")
+    state = paragraph(in_color(seen.state, str(seen.state).capitalize()), kind="lead")
     parts = [paragraph("Sunspot run", kind="kicker"), element("h1", seen.run.name), state]
     if seen.reason and seen.state is not RunState.SUCCEEDED:
         parts.append(paragraph(seen.reason, kind="trouble" if seen.state in STATE_SIGNS else "note"))
@@ -100,10 +100,10 @@ def _header(report: Report) -> Html:
     return element("header", join(parts))
 
 
-def in_colour(state: RunState, word: str) -> Html:
-    """Return `word` with a state's symbol and colour."""
-    sign, colour = STATE_SIGNS.get(state, ("", ""))
-    return element("span", f"{sign} {word}".strip(), class_=f"state {colour}".strip())
+def in_color(state: RunState, word: str) -> Html:
+    """Return `word` with a state's symbol and color."""
+    sign, color = STATE_SIGNS.get(state, ("", ""))
+    return element("span", f"{sign} {word}".strip(), class_=f"state {color}".strip())
 
 
 def _figures(report: Report) -> Iterator[Html]:

@@ -10,7 +10,7 @@ from sunspot.report.charts import MIN_DRAWN, Axis, Drawing, Line, Point, figure,
 from sunspot.report.history import can_draw
 from sunspot.report.html import Html, element, integer, join, paragraph, result, table
 from sunspot.report.model import read_report
-from sunspot.report.page import fitting, footer, in_colour, render, whole_page
+from sunspot.report.page import fitting, footer, in_color, render, whole_page
 from sunspot.run import Run
 from sunspot.run.attempts import Span, lineage, read_attempts
 from sunspot.run.history import iter_records
@@ -97,14 +97,14 @@ def _trials(results: SearchResults, link: str) -> Html:
         steps = f"{trial.step:,} of {trial.total_steps:,}" if trial.total_steps else integer(trial.step)
         values = map(trial.settings.get, results.space)
         why = element("span", trial.reason, class_="wide") if trial.reason else None
-        rows.append([run, in_colour(trial.state, trial.state), steps, result(results.metric, trial.best), *values, why])
+        rows.append([run, in_color(trial.state, trial.state), steps, result(results.metric, trial.best), *values, why])
     columns = ["trial", "state", "steps", f"best {results.metric}", *results.space, "why"]
     space = element("ul", join(element("li", element("code", f"{n}={text}")) for n, text in results.space.items()))
     return join([table("Trials, the best first", columns, rows), element("h3", "Search space"), space])
 
 
 def _charts(results: SearchResults, curves: Curves) -> Html:
-    """Return a chart of all trials' metrics over steps, and one chart of the best metric per setting."""
+    """Return a chart of all trials' metrics over steps, and a chart of their best metrics for each varied setting."""
     measured = [trial for trial in results.ranking[:MAX_TRIALS] if can_draw(trial.best)]
     y = linear_axis(float(trial.best or 0.0) for trial in measured)
     dimensions, more = cut([*results.space], MAX_LISTED, "settings")

@@ -12,13 +12,13 @@
         profiles/20261129T141013Z3f2a9c1e/rank-0000.json.gz
                                           the trace of a rank, with its costs next to it (profiles.py)
         scale.json                        the number of workers that a user has asked for, within NUM_WORKERS
-        handover.json                     exists while workers in a new place wait for the old driver to save and end
+        handover.json                     exists while workers in a new place wait for the old driver to save and stop
         delete.json                       exists while the run is being deleted
         submissions/0001-mnist-1a2b3c4d.json
                                           a RayJob as it was applied, and the cluster to which it was applied
         attempts/0001.json                one per start of a worker group; the newest names the run's owner
         attempts/0001-start-9f3c21ab.json the checkpoint that the attempt starts from
-        attempts/0001-error.json          the error that ended the attempt for good
+        attempts/0001-error.json          the fatal error that ended the attempt, if any
         checkpoints/step-00000460-attempt-0001-9f3c21ab/
             model.pt optimizer.pt extra_state.pt
                                           the state; with PARALLEL=fsdp, shards replace the first two (parts.py)
@@ -57,7 +57,7 @@ The life of a run, with the module for each part:
     profiles.py      a user asks some ranks to trace a few steps
     outcome.py       a driver begins, and writes the status (status.py) while no worker writes it
     identity.py      the driver records the run's identity, or raises an error if it has changed
-    handover.py      workers in a new place wait until the old driver has saved and ended
+    handover.py      workers in a new place wait until the old driver has saved and stopped
     attempts.py      a worker group claims an attempt, and records the checkpoint that it starts from
     history.py       the workers add metrics and events, including a receipt for each start (incidents.py)
     checkpoints.py   the workers record the rows that their steps consumed (audit.py), then commit a checkpoint

@@ -2,9 +2,9 @@
 
 Each worker group claims the next number in `attempts/` with a conditional write when it starts. The newest attempt owns
 the run. No lease is needed, because an older attempt checks for a newer one before each commit or deletion. (If the
-same process is rank 0 of both attempts, it can complete a commit: see `checkpoints.ensure_committer`.) The new
-attempt chooses its starting checkpoint only after its claim, so the older attempt cannot delete that checkpoint. Until
-then, the new attempt is not in the lineage.
+same process is rank 0 of both attempts, it can still complete the older attempt's commit: see
+`checkpoints.ensure_committer`.) The new attempt chooses its starting checkpoint only after its claim, so the older
+attempt cannot delete that checkpoint. Until then, the new attempt is not in the lineage.
 
 Each claim has a nonce. A run can be deleted and started again under the same name, and both runs then have an attempt
 with the same number. Names of checkpoints and audit folders contain the nonce, so a process of the deleted run never
@@ -183,7 +183,7 @@ def read_attempts(run: Run) -> list[Attempt]:
         except DamageError as error:
             number = _number_of(file)
             raise DamageError(
-                f"{error}. The file should record attempt {number}: restore it, or start the run once with "
+                f"{error}. The file should record attempt {number}: restore the file, or start the run once with "
                 f"SUNSPOT_ACCEPT={_loss_of(number)} to give up the steps of this attempt"
             ) from error
 
@@ -192,10 +192,10 @@ def read_attempts(run: Run) -> list[Attempt]:
 
 
 def give_up_damaged(run: Run, environment: Mapping[str, str]) -> None:
-    """Replace each damaged attempt whose loss ACCEPT accepts with a claim without steps.
+    """Give up damaged attempts, if the setting ACCEPT in `environment` accepts their loss.
 
-    The attempt's number stays taken, so its objects cannot be mistaken for those of a later attempt. `environment`
-    holds the settings.
+    Each of these attempts is replaced by a claim without steps. The attempt's number stays taken, so its objects cannot
+    be mistaken for those of a later attempt.
     """
     from sunspot.settings import accepts  # pydantic is slow to import, and most verbs do not need it
 
@@ -331,8 +331,8 @@ def refuse_if_superseded(attempts: list[Attempt], owner: str, driver: str = "") 
 def refuse_if_left(run: Run, attempts: list[Attempt], owner: str) -> None:
     """Raise `SupersededError` if this owner never claimed the run and must leave the run to another place.
 
-    In that case, the records of submissions show that the owner's RayJob was withdrawn, or that the RayJob of the
-    newest attempt was submitted later. The owner's RayJob can still be running if its cluster did not answer when the
+    In that case, the records of submissions show that the owner's RayJob was withdrawn, or that it was submitted before
+    the RayJob of the newest attempt. The owner's RayJob can still be running if its cluster did not answer when the
     RayJob should have been deleted.
     """
     own = Owner.parse(owner)
@@ -421,7 +421,7 @@ def is_of_newest_driver(run: Run, attempt: Attempt) -> bool:
 
 @dataclass(frozen=True)
 class FatalError:
-    """The error that ended an attempt for good."""
+    """The fatal error that ended an attempt."""
 
     type: str
     message: str
@@ -429,13 +429,13 @@ class FatalError:
 
 
 def record_error(run: Run, attempt: int, error: Exception) -> None:
-    """Record the error that ended an attempt for good. Later drivers of the same job raise it instead of training."""
+    """Record the fatal error that ended an attempt. Later drivers of the same job raise it instead of training."""
     ended = FatalError(type(error).__name__, str(error), time.time())
     run.storage.write(run.key("attempts", f"{attempt:04d}-error.json"), with_checksum(asdict(ended)))
 
 
 def read_error(run: Run, attempt: int) -> Exception | None:
-    """Return the error that ended an attempt for good, or None. Raises `DamageError` if its record is damaged."""
+    """Return the fatal error that ended an attempt, or None. Raises `DamageError` if the error's record is damaged."""
     ended = read_if_exists(lambda: read_verified(run, FatalError, "attempts", f"{attempt:04d}-error.json"))
     return by_name(ended.type)(ended.message) if ended else None
 

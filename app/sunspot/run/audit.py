@@ -35,7 +35,7 @@ COLUMNS = {"step": "int32", "rank": "int32", "row": "int64"}
 
 
 class AuditWriter:
-    """A writer of the rows that an attempt's steps consumed, in step order."""
+    """Writes the rows that an attempt's steps consumed, in step order."""
 
     def __init__(self, run: Run, attempt: str) -> None:
         """Create a writer. `attempt` is the attempt's label (`Attempt.label`)."""
@@ -60,8 +60,13 @@ def tidy_audit(run: Run, before: int) -> None:
         _parse(run, segment, content)  # otherwise, merging would give damaged content a valid digest
         return content
 
-    older = [segment for segment in list_all(run.storage, run.key(FOLDER), NAME) if segment.attempt < before]
+    older = [segment for segment in list_audit(run) if segment.attempt < before]
     tidy(run.storage, older, lambda *segment: _key(run, *segment), _join, read)
+
+
+def list_audit(run: Run) -> list[Segment]:
+    """Return all audit files, including those that were merged into others."""
+    return list_all(run.storage, run.key(FOLDER), NAME)
 
 
 def read_audit(run: Run, spans: Sequence[Span]) -> list[pyarrow.Table]:
@@ -76,7 +81,7 @@ def read_audit(run: Run, spans: Sequence[Span]) -> list[pyarrow.Table]:
     bounds = {span.label: (span.after, span.upto) for span in spans}
 
     def find() -> list[Segment]:
-        segments = without_merged_parts(list_all(run.storage, run.key(FOLDER), NAME))
+        segments = without_merged_parts(list_audit(run))
         return [segment for segment in segments if _counted(segment, bounds)]
 
     tables = []

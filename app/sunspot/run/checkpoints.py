@@ -189,7 +189,7 @@ def leads_to_newest(name: str, spans: list[Span]) -> bool:
 def may_commit(name: str, attempt: Attempt, attempts: list[Attempt]) -> bool:
     """Return True if rank 0 of `attempt` is allowed to commit the attempt's checkpoint `name`.
 
-    A commit is allowed if the same process is rank 0 of each later attempt, and the newest attempt builds on the
+    A commit is allowed if the same process is also rank 0 of each later attempt, and the newest attempt builds on the
     checkpoint (docs/decisions/0010-commits-outlive-changes-in-place.md). `attempts` are all attempts of the run.
     """
     committer = attempt.metadata.processes[:1]
@@ -227,9 +227,10 @@ def why_abandoned(
 ) -> str:
     """Return why an incomplete checkpoint will never be completed, or an empty string if it still might be.
 
-    A superseded process can still write the manifest of a checkpoint in the lineage. The files of such a checkpoint are
-    kept for ABANDONED_S seconds, or until a later step has been committed. `committed` is the newest step that the
-    current committer (`ensure_committer`) has committed, or 0. `now` is in seconds since the epoch.
+    A superseded process can still write the manifest of a checkpoint in the lineage. Such a checkpoint counts as
+    abandoned once a later step has been committed, or once no file has been written for ABANDONED_S seconds.
+    `committed` is the newest step that the current committer (`ensure_committer`) has committed, or 0. `now` is in
+    seconds since the epoch.
     """
     if attempt_of(name) < attempts[-1].number and not leads_to_newest(name, lineage(attempts)):
         return "its attempt is superseded"

@@ -98,7 +98,7 @@ def compute_spending(attempts: Sequence[Attempt], receipts: Sequence[Receipt], e
 
 
 def cost_of_loss(attempts: Sequence[Attempt], receipt: Receipt) -> float | None:
-    """Return the cost of the time from a loss to the first step after it, or None if no price is known."""
+    """Return the cost of the time from the receipt's `left` to its `first_step`, or None if no price is known."""
     return _spent(attempts, [receipt], (receipt.left, receipt.first_step)).cost
 
 

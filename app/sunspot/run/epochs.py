@@ -13,7 +13,7 @@ MAX_DIGITS = 16
 
 @dataclass(frozen=True)
 class SourceProgress:
-    """The progress of a run in one source of its mixture."""
+    """A run's progress through one source of its mixture."""
 
     source: str
     share: float
@@ -36,7 +36,7 @@ class EpochLayout:
     def position(self, step: int) -> int:
         """Return the number of rows that the run has consumed after a step.
 
-        An epoch's last step consumes the remaining rows, which can be fewer rows than in other steps, or one more.
+        An epoch's last step consumes the remaining rows. It can consume fewer rows than other steps, or one row more.
         """
         epochs, steps = divmod(step, self.steps_per_epoch)
         return epochs * self.rows + steps * self.batch
@@ -60,12 +60,12 @@ class EpochLayout:
         return list(pairwise(accumulate(sizes, initial=0)))
 
     def begun(self, step: int) -> list[int]:
-        """Return the number of passes through each source that have begun after a step."""
+        """Return how many passes through each source have begun by the end of a step."""
         counts = zip(self.count(step), self.bounds, strict=True)
         return [-(-taken // (after - first)) for taken, (first, after) in counts]
 
     def progress(self, step: int) -> list[SourceProgress]:
-        """Return the progress in each source of a mixture after a step, or an empty list for a single dataset."""
+        """Return the progress through each source of a mixture after a step, or an empty list for a single dataset."""
         total = sum(source.weight for source in self.sources)
         return [
             SourceProgress(source.name, source.weight / total, source.rows, taken / source.rows)

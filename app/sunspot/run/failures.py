@@ -1,6 +1,6 @@
 """Records of failed processes: errors with tracebacks, and hung ranks as reported by their watchdogs.
 
-A process that is killed leaves no record.
+A process leaves no record if it is killed by anything other than its watchdog.
 """
 
 import os
@@ -128,7 +128,7 @@ NO_STACKS = "left no stacks: it was stopped, or lost with its node"
 
 @dataclass(frozen=True)
 class Hang:
-    """A rank that stopped taking steps and was ended by its watchdog."""
+    """A rank that hung, so that its watchdog killed the process."""
 
     rank: SmallCount
     detail: str
@@ -159,7 +159,7 @@ def find_suspects(hangs: Iterable[Hang], world_size: int) -> list[int]:
     """Return the ranks of one attempt that probably blocked the others, or an empty list if there is no clear suspect.
 
     A hung rank makes all other ranks wait in a collective. A suspect is therefore a rank that was not waiting, or that
-    left no stacks because its process was stopped or its node was lost.
+    left no stacks because its process was suspended or its node was lost.
     """
     waiting = {hang.rank: hang.waiting for hang in hangs}
     return [rank for rank in range(world_size) if not waiting.get(rank)] if waiting else []

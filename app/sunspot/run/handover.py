@@ -1,10 +1,10 @@
 """Hands a run over from the driver of one owner to the workers of another, without repeating a step.
 
 The new workers form their group while the old ones train. Then the new rank 0 writes a request that names both owners,
-and waits. The old driver reads it, saves after its current step, and stops. Only then does the new rank 0 claim the
-run, so the run pauses only for the save, the claim and the restore. If the old driver is gone, the new workers continue
-from the newest checkpoint, like any new group. Claims alone decide who owns the run, so a lost or late request cannot
-give the run two owners.
+and waits. The old driver reads the request, saves after its current step, and stops. Only then does the new rank 0
+claim the run, so the run pauses only for the save, the claim and the restore. If the old driver is gone, the new
+workers continue from the newest checkpoint, like any new group. Claims alone decide who owns the run, so a lost or late
+request cannot give the run two owners.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOVE = "its move"
 """Beginning of the description of what stopped the old driver."""
 
 HANDED_OVER_WITHIN_S = 900.0
-"""Seconds within which the old driver must save and end. A large state takes minutes to upload."""
+"""Seconds within which the old driver must save and stop. A large state takes minutes to upload."""
 
 LOOK_EVERY_S = 1.0
 """Seconds between two checks of the old driver's status."""
@@ -33,7 +33,7 @@ LOOK_EVERY_S = 1.0
 
 @dataclass(frozen=True)
 class Handover:
-    """A request by a run's new owner that the old owner's driver save and end."""
+    """A request from a run's new owner to the old owner's driver to save and stop."""
 
     old: str = ""
     new: str = ""
@@ -46,12 +46,12 @@ def read_handover(run: Run) -> Handover | None:
 
 
 def left_for_move(status: Status) -> bool:
-    """Return True if the run's driver saved a checkpoint and ended because the run is moving to another place."""
+    """Return True if the run's driver saved a checkpoint and stopped because the run is moving to another place."""
     return status.state is RunState.STOPPED and status.reason.startswith(f"stopped by {MOVE}")
 
 
 def is_moving(status: Status, now: float) -> bool:
-    """Return True if the driver has ended for a move so recently that the new workers can still claim the run."""
+    """Return True if the driver has stopped for a move so recently that the new workers can still claim the run."""
     return left_for_move(status) and now - status.seen < HANDED_OVER_WITHIN_S
 
 
@@ -61,7 +61,7 @@ def clear_handover(run: Run) -> None:
 
 
 def take_over_from(run: Run, old: str, new: str) -> None:
-    """Ask the driver of owner `old` to save and end in favor of owner `new`, and wait until `old` no longer trains.
+    """Ask the driver of owner `old` to save and stop in favor of owner `new`, and wait until `old` no longer trains.
 
     Returns at once if `old` does not train. Raises `StorageError`, and `ConflictError` if `old` still trains after
     HANDED_OVER_WITHIN_S.

@@ -60,7 +60,7 @@ def format_metric(value: float) -> str:
 
 
 class Journal:
-    """A writer of the records that one process adds to a journal.
+    """Writes the records that one process adds to a journal.
 
     A record is a JSON object with at least `attempt`, `step` (the number of optimizer steps taken so far) and `time`.
     """
@@ -83,7 +83,7 @@ class Journal:
 
 
 class Journals:
-    """Rank 0's writers of the metric history and the events."""
+    """Writes the metric history and the events on rank 0."""
 
     def __init__(self, run: Run, attempt: int) -> None:
         self.metrics = Journal(run, "metrics", attempt)
@@ -301,7 +301,7 @@ def _other_code(attempt: Attempt, before: Attempt | None) -> str:
 
 
 def _errors(run: Run, attempts: list[Attempt]) -> Iterator[dict[str, Any]]:
-    """Yield an event for each error that ended an attempt for good, even if its record is damaged."""
+    """Yield a `failed for good` event for each attempt with a fatal error, even if the error's record is damaged."""
     steps = {f"{attempt.number:04d}": attempt.step for attempt in attempts}
     for file, entry in run.entries("attempts"):
         number = file.removesuffix("-error.json")

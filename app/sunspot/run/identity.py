@@ -98,7 +98,10 @@ def _keep_rows(run: Run, identity: Identity, rows: Rows, environment: Mapping[st
 
 
 def refuse_other_settings(run: Run, environment: Mapping[str, str], names: Iterable[str]) -> None:
-    """Raise `ConflictError` if the run's recorded identity has other settings, or other values for these settings."""
+    """Raise `ConflictError` if a setting has different values in `environment` and in the run's identity.
+
+    Compares the settings in the identity and the settings `names`. Does nothing if the run has not begun.
+    """
     from sunspot.settings import differences
 
     identity = read_if_exists(lambda: read_identity(run))

@@ -103,20 +103,22 @@ class Receipt:
     paused_s: FiniteFloat = 0.0
     "Seconds during which the run had ended and used no nodes."
     worker_seconds_lost: FiniteFloat = 0.0
+    at_least: bool = False
+    "True if the previous group may have taken more steps than `last_step`, because it left no exact record."
     cost: FiniteFloat | None = None
     "The cost of the nodes from the loss to the first step, or None if no price is known."
 
     @property
     def replayed(self) -> int:
-        """The number of optimizer steps that were repeated."""
+        """The number of optimizer steps that were repeated, or the smallest possible number if `at_least` is True."""
         return max(0, self.last_step - self.step)
 
     @property
     def beginning(self) -> tuple[float, str]:
         """The time at which the recovery began, and the name of the event that marks it.
 
-        The event is the notice or the loss. If neither was observed, or if the other workers kept training, the event
-        is the completion of the step from which the attempt continues.
+        The event is the notice of a loss, or the loss itself. If neither was observed, or if the
+        surviving workers kept training, the event is the completion of the step from which the attempt continues.
         """
         if self.noticed is None or self.tier == IN_PLACE:
             return self.left, "the last step that counts"
@@ -176,11 +178,18 @@ def describe_receipt(receipt: Receipt) -> str:
     passed_by = f" ({', '.join(phases)})" if phases else ""
     origin = {"beginning": "from the beginning", IN_PLACE: "in place"}.get(receipt.tier, f"from {receipt.tier}")
     cost = "" if receipt.cost is None else f" ({money(receipt.cost)})"
+    replayed = describe_replayed(receipt.replayed, receipt.at_least)
     return (
         f"{receipt.cause}{detail}: first step {passed:.1f} s after {since}{passed_by}, "
-        f"{plural(receipt.replayed, 'step')} replayed, {workers}, {receipt.worker_seconds_lost:.0f} worker-seconds "
-        f"lost{cost}, {origin}"
+        f"{replayed} replayed, {workers}, {receipt.worker_seconds_lost:.0f} worker-seconds lost{cost}, {origin}"
     )
+
+
+def describe_replayed(steps: int, at_least: bool) -> str:
+    """Return the number of repeated steps as text. If `at_least` is True, more steps may have been repeated."""
+    if not at_least:
+        return plural(steps, "step")
+    return f"at least {plural(steps, 'step')}" if steps else "an unknown number of steps"
 
 
 def worker_seconds(attempts: list[Attempt], begin: float, end: float) -> float:
@@ -195,7 +204,7 @@ def worker_seconds(attempts: list[Attempt], begin: float, end: float) -> float:
 def goodput(attempts: list[Attempt], receipts: list[Receipt], end: float) -> float | None:
     """Return the useful fraction of all worker-seconds until `end`, or None if there are no receipts.
 
-    Time covered by several receipts counts as lost once. The time of a group that has not taken a step counts as lost.
+    Lost time that several receipts cover is counted once. The time of a group that has not taken a step is lost, too.
     """
     if not receipts:
         return None

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TextIO, cast
 
 from sunspot.background import Background, TokenBucket
 from sunspot.errors import DamageError, StorageError, SunspotError, format_trace
-from sunspot.formatting import COLOUR, as_bytes
+from sunspot.formatting import COLOR, as_bytes
 from sunspot.run import Run
 from sunspot.run.streams import Segment, read_segment, read_segments
 from sunspot.standard_streams import mute, print_escapes
@@ -54,7 +54,7 @@ SEGMENT = re.compile(r"(?P<begin>[0-9]{15})\.log")
 
 
 class LogWriter:
-    """A writer of one process's output to storage."""
+    """Writes one process's output to storage."""
 
     def __init__(self, run: Run, stream: str) -> None:
         self._run = run
@@ -193,7 +193,7 @@ class _Tee:
         print_escapes(stream)
 
     def write(self, text: str) -> int:
-        plain = COLOUR.sub("", text)  # Ray colours its output even if it does not go to a terminal
+        plain = COLOR.sub("", text)  # Ray colors its output even if it does not go to a terminal
         self.copy(plain)
         if not self._failed:
             try:
@@ -210,7 +210,7 @@ class _Tee:
                 self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        """Write only to the log from now on, because the stream's reader is gone or the disk is full."""
+        """Write only to the log from then on, because the stream's reader is gone or the disk is full."""
         self._failed = True
         mute(self._stream)
         why = error.strerror or error
@@ -225,7 +225,7 @@ class _Tee:
 
 
 class _Tail:
-    """A reader of the file that this process's stdout or stderr writes to. Output written earlier is skipped."""
+    """Reads the file that this process's stdout or stderr writes to. Earlier output is skipped."""
 
     def __init__(self, descriptor: int, log: LogWriter) -> None:
         self._log = log

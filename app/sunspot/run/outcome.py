@@ -17,7 +17,7 @@ from sunspot.run import Claimant, Run
 from sunspot.run.attempts import newest_number
 from sunspot.run.checkpoints import Checkpoint
 from sunspot.run.failures import describe_failure, record_failure
-from sunspot.run.handover import read_handover
+from sunspot.run.handover import left_for_move, read_handover
 from sunspot.run.objects import read_if_usable
 from sunspot.run.owner import Owner
 from sunspot.run.requests import StopRequest, list_submissions
@@ -100,10 +100,10 @@ def recorded_outcome(
 
 
 def _note_handover(claimant: Claimant, stop_request: StopRequest) -> None:
-    """Record a request to stop if another owner is waiting for this driver to save and end."""
+    """Record a request to stop if another owner is waiting for this driver to save and stop."""
     handover = read_handover(claimant.run)
     if handover and handover.old == claimant.owner:
-        stop_request.note_marker()
+        stop_request.note_move(handover.new)
 
 
 def _begin(claimant: Claimant, newest: Checkpoint | None) -> tuple[int, Status | None, DriverStatusWriter]:
@@ -129,6 +129,7 @@ def _begin(claimant: Claimant, newest: Checkpoint | None) -> tuple[int, Status |
         epoch=newest.epoch if newest else 0,
         world_size=0,
         heartbeat=None,
+        saved=before is not None and before.saved and before.attempt == known,
         nan_since=0,
     )
     return known, before, DriverStatusWriter(run, begun)
@@ -138,9 +139,9 @@ def _changed_nothing(run: Run, begun: Status, before: Status | None, known: int,
     """Return True if a driver that ends with `error` should leave the run's previous status in force.
 
     `begun` is the driver's first status, and `known` is the newest attempt at that time. A driver that ends before it
-    claims an attempt, for example because of a typo, has not changed the run. Its end should not create a run, or end a
-    run that another driver trains or has ended. If this driver retried the run's job, however, its end is also the end
-    of the run.
+    claims an attempt, for example because of a typo, has not changed the run. Such a driver should not create a run, or
+    end a run that another driver trains or has ended. However, if the driver is a retry of the RayJob that trained the
+    run last, the run ends with the driver.
     """
     if newest_number(run) > known:
         return False
@@ -154,7 +155,7 @@ def _changed_nothing(run: Run, begun: Status, before: Status | None, known: int,
 
 
 class DriverStatusWriter:
-    """A writer of the driver's status objects. It stops writing once another process owns the run."""
+    """Writes the driver's status objects until another process owns the run."""
 
     def __init__(self, run: Run, begun: Status) -> None:
         self._run = run
@@ -171,7 +172,7 @@ class DriverStatusWriter:
         write_status(run, begun)
 
     def refresh(self) -> None:
-        """Write the status if the workers have not written theirs recently, for example while they start."""
+        """Write the status if the workers have not written a status recently, for example while they start."""
         with self._writing:
             if not self._ended:
                 self._refresh()
@@ -209,7 +210,7 @@ class DriverStatusWriter:
         own = newest_status(list_statuses(self._run), self.begun.driver)
         other = read_status(self._run)
         if own and attempt_of_status(own) == 0 and other and not is_alive(other, time.time()):
-            self._last = replace(self.begun, attempt=other.attempt)
+            self._last = replace(self.begun, attempt=other.attempt, saved=other.saved)
             write_status(self._run, self._last)
 
     def finishing(self) -> None:
@@ -225,8 +226,16 @@ class DriverStatusWriter:
         self._outcome = {"state": state, "reason": reason, **fields}
 
     def end_as_expected(self) -> None:
-        """Record that the driver ended without an error."""
-        self.end(**self._outcome)
+        """Record that the driver ended without an error.
+
+        Raises `StorageError` if the run moves and this cannot be recorded. The operator then starts the driver again.
+        Otherwise, the RayJob would count as succeeded, although the run might not train in either place.
+        """
+        if not left_for_move(replace(self._last, **self._outcome)):
+            self.end(**self._outcome)
+            return
+        self._ended = True
+        self._write_in_time(StatusKind.ENDED, **self._outcome)
 
     def withdraw(self) -> None:
         """Delete this driver's status, so that the previous status applies again. Raises `StorageError`."""
@@ -251,6 +260,13 @@ class DriverStatusWriter:
         return self._write(StatusKind.DRIVER, **fields)
 
     def _write(self, kind: StatusKind, **fields: Any) -> bool:
+        with suppress(StorageError):
+            return self._write_in_time(kind, **fields)
+        return False
+
+    def _write_in_time(self, kind: StatusKind, **fields: Any) -> bool:
+        """Write the status like `replace`. Raises `StorageError` if this fails or takes longer than RECORD_S."""
+
         def write() -> bool:
             with self._writing:
                 entry = find_own_status(self._run, self._last.driver, fields.get("attempt", 0))
@@ -260,9 +276,7 @@ class DriverStatusWriter:
                     write_status(self._run, self._last, kind)
             return entry is not None
 
-        with suppress(StorageError):
-            return with_deadline(RECORD_S, "writing the status", write)
-        return False
+        return with_deadline(RECORD_S, "writing the status", write)
 
     def _load(self, entry: Entry) -> None:
         """Read a status object, unless this driver wrote it. The driver remembers what it has written."""

@@ -105,7 +105,7 @@ def list_runs(storage: Storage) -> dict[str, RunSummary]:
 
 
 def summarize_run(name: str, entries: Collection[Entry]) -> RunSummary:
-    """Return the summary of a run with these objects."""
+    """Return the summary of a run that consists of these objects."""
     status = newest_status(entries)
     times: dict[str, float] = {}
     commits: dict[str, float] = {}
@@ -217,7 +217,7 @@ def describe_stall(status: Status) -> str:
 def describe_work(status: Status, asked: object = None) -> str:
     """Return the reason for a live run's state, for a status that does not contain a reason.
 
-    `asked` is the requested number of workers, or None if that many are training.
+    `asked` is the requested number of workers if fewer are training, or None otherwise.
     """
     stall = describe_stall(status)
     if stall:

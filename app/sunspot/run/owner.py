@@ -89,7 +89,7 @@ def new_owner(job_id: str) -> str:
 
 
 def cluster_identity(certificates: str) -> str:
-    """Return a Kubernetes cluster's ID, a digest of its CA certificates, or an empty string without certificates.
+    """Return a digest of a Kubernetes cluster's CA certificates as its ID, or an empty string without certificates.
 
     `certificates` is the content of `ca.crt` in the ConfigMap `kube-root-ca.crt` that every namespace has.
     """

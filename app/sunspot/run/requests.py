@@ -48,7 +48,10 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.marked = False
-        "True if the marker of `sunspot stop` was found. Later drivers of the run then do not train, either."
+        """True if the marker of `sunspot stop` was found, or if the run moves. Later drivers of this owner then do not
+        train, either."""
+        self.moves_to = ""
+        "The owner that takes the run over, or an empty string unless the run moves."
         self.signal: signal.Signals | None = None
         """The signal (SIGINT, SIGTERM or SIGHUP) that the process received. A later driver then resumes the run."""
 
@@ -58,7 +61,7 @@ class StopRequest:
         return self.marked or self.signal is not None
 
     def read_marker(self, run: Run) -> None:
-        """Check storage for the marker of `sunspot stop`. Once found, it stays in force for this process."""
+        """Check storage for the marker of `sunspot stop`, unless this process has already found the marker."""
         self.marked = self.marked or stop_requested(run)
 
     def note_signal(self, number: int) -> None:
@@ -70,8 +73,16 @@ class StopRequest:
         """Record that another process has found the run's stop marker."""
         self.marked = True
 
+    def note_move(self, to: str) -> None:
+        """Record that the owner `to` waits until this process has saved and ended."""
+        self.marked, self.moves_to = True, to
+
+    def cancel_move(self, run: Run) -> None:
+        """Withdraw the request of `note_move`. The run can then still have another request to stop."""
+        self.marked, self.moves_to = stop_requested(run), ""
+
     def raise_signal(self, kept: str, job: str) -> None:
-        """Raise the error that ends this process if it received a signal. Call this once everything is saved.
+        """Stop this process with an error if it received a signal. Call this after everything has been saved.
 
         `kept` describes what was saved. `job` is the setting JOB_ID. If it is set, the error counts as a failure, so
         that the operator starts the job again on another node.
@@ -148,9 +159,9 @@ def clear_scale(run: Run) -> None:
 
 
 def narrowed(given: "WorkerRange", request: ScaleRequest | None) -> "WorkerRange":
-    """Return the range of workers that a request asks for, or NUM_WORKERS `given` without an applicable request.
+    """Return the range of workers that a request asks for, or `given` (NUM_WORKERS) if no request applies.
 
-    A request does not apply if NUM_WORKERS has changed since, or if the request is not within NUM_WORKERS.
+    A request does not apply if NUM_WORKERS has changed since the request, or does not include the requested range.
     """
     from sunspot.settings import parse_workers  # pydantic is slow to import, and most verbs do not need it
 
@@ -267,7 +278,7 @@ def _read_submission(run: Run, key: str) -> SubmissionRecord:
 
 
 def submitted_job(key: str) -> str:
-    """Return the name of the RayJob in the storage key of a submission."""
+    """Return the RayJob's name, given a submission's storage key."""
     file = key.rpartition("/")[2]
     return file.partition("-")[2].rpartition(".")[0]
 

@@ -34,7 +34,7 @@ class Trial:
 
     @property
     def eligible(self) -> bool:
-        """True if the best checkpoint can be promoted. Failed trials are not trusted."""
+        """True if the trial's best checkpoint can be promoted. Checkpoints of failed trials are never promoted."""
         return self.best is not None and self.state in (RunState.SUCCEEDED, RunState.STOPPED)
 
 
@@ -59,7 +59,7 @@ class SearchResults:
 
     @property
     def ranking(self) -> list[Trial]:
-        """The trials from best to worst, followed by those that cannot be promoted."""
+        """The eligible trials from best to worst, followed by the other trials."""
         sign = 1 if self.order == "min" else -1
         return sorted(self.trials, key=lambda t: (not t.eligible, t.best is None, sign * (t.best or 0.0)))
 

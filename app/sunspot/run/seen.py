@@ -97,7 +97,7 @@ class RunSeen:
 
     @property
     def progress(self) -> Status | None:
-        """The status. If the run is not alive, its checkpoint is the newest checkpoint in the listing."""
+        """The status. If the run is not alive, the newest checkpoint in the listing replaces the status's own."""
         status, name = self.status, self.summary.checkpoint
         if status is None or name is None or is_alive(status, self.time):
             return status
@@ -147,7 +147,7 @@ def look(run: Run) -> RunSeen:
 
 
 def _list_parts(run: Run, status: Status | None) -> RunSummary:
-    """Return a summary of the folders that determine a run's state if its status is not recent."""
+    """Return a summary of the run's folders, which determines the run's state if `status` is stale or None."""
     folders = [run.name]
     if status:
         folders = [run.key(FOLDER), run.key("submissions")]
@@ -219,7 +219,7 @@ class RunDetails(RunSeen):
 
     @property
     def sources(self) -> list[SourceProgress]:
-        """The progress in each source of a mixture, or an empty list for a single dataset."""
+        """The progress through each source of a mixture, or an empty list for a single dataset."""
         layout = find_layout(self.identity) if self.identity else None
         return layout.progress(self.step) if layout else []
 
@@ -294,8 +294,13 @@ class RunDetails(RunSeen):
 
     @property
     def steps_replayed(self) -> int:
-        """The number of optimizer steps repeated because of incidents."""
+        """The number of optimizer steps that are known to have been repeated because of incidents."""
         return sum(receipt.replayed for receipt in self.incidents)
+
+    @property
+    def replayed_at_least(self) -> bool:
+        """True if more than `steps_replayed` steps may have been repeated."""
+        return any(receipt.at_least for receipt in self.incidents)
 
     @property
     def restarts(self) -> int:
@@ -342,7 +347,11 @@ def find_end(seen: RunSeen, attempts: Sequence[Attempt], written: float) -> floa
 
 
 def find_end_of_nodes(seen: RunSeen, attempts: Sequence[Attempt], written: float) -> float:
-    """Return the time until which the workers had nodes. A driver without an attempt might not have nodes yet."""
+    """Return the time until which the workers had nodes. The arguments are those of `find_end`.
+
+    If the run's newest driver has not claimed an attempt yet, it might not have nodes. In this case, the time is
+    `written`.
+    """
     if seen.state.terminal or not seen.status or not attempts:
         return find_end(seen, attempts, written)
     if seen.status.state.terminal:  # the run has been submitted again since then

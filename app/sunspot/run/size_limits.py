@@ -77,7 +77,7 @@ class Budget:
         self._lock = threading.Lock()
 
     def spend(self, size: int) -> None:
-        """Take `size` bytes from the budget. Raises `TooLargeError` if fewer are left."""
+        """Take `size` bytes from the budget. Raises `TooLargeError` if fewer bytes remain."""
         with self._lock:
             self._left -= size
         if self._left < 0:
@@ -99,7 +99,7 @@ def budget(most: int, what: str) -> Iterator[None]:
 
 
 def spend(size: int) -> None:
-    """Take `size` bytes from the current budget, if there is one. Raises `TooLargeError` if fewer are left."""
+    """Take `size` bytes from the current budget, if there is one. Raises `TooLargeError` if fewer bytes remain."""
     current = CURRENT.get()
     if current:
         current.spend(size)

@@ -1,12 +1,12 @@
 """The status of a run: its current state in small objects, each with one writer.
 
-The driver writes one object while the workers do not write theirs, and another when it ends. Rank 0 writes a third
-during training (`StatusKind`). A search has no workers, so its driver writes its progress. Readers use the current
-object (`newest_status`). Training never depends on the status.
+There are three kinds of objects (`StatusKind`). Rank 0 writes the first during training. The driver writes the second
+while rank 0 does not write, and the third when the driver ends. A search has no workers, so its driver writes the
+progress. Readers use the current object (`newest_status`). Training never depends on the status.
 
 Each driver has separate objects for each of its attempts. A process can freeze during a write, and complete the write
 after another process has taken over the run or after the driver has ended. The late write then only changes an object
-that is no longer current. A check before the write could not guarantee this.
+that is no longer current. A check before the write could not prevent a late write to the current object.
 """
 
 import contextlib
@@ -129,6 +129,8 @@ class Status:
     "The name of the newest committed checkpoint."
     checkpoint_time: Timestamp | None = None
     "The time at which `checkpoint` was committed, in seconds since the epoch."
+    saved: bool = False
+    "True if the workers of `attempt` have ended after their last step was committed."
     loss: float | None = None
     "The mean loss over the last training rows, as in checkpoints (`RECENT_ROWS`)."
     test_loss: float | None = None

@@ -20,8 +20,8 @@ def lags(own_s: float, others_s: float, step_s: float, ratio: float = LAG_RATIO)
     """Return True if a worker is a straggler.
 
     The worker computes for `own_s` seconds per step, and the other workers for `others_s`. Neither time includes
-    waiting for each other. The whole step takes `step_s` seconds. A straggler takes at least `ratio` times as long as
-    the others.
+    waiting for other workers. The whole step takes `step_s` seconds. A straggler computes for at least `ratio` times as
+    long as the others.
     """
     lag_s = own_s - others_s
     return lag_s >= max(MIN_LAG_S, LAG_FRACTION * step_s) and own_s >= ratio * others_s

@@ -152,7 +152,7 @@ Join = Callable[[Sequence[bytes]], bytes]
 
 
 class StreamWriter:
-    """A writer that appends segments to a stream, and merges small ones."""
+    """Appends segments to a stream, and merges small segments."""
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ class StreamWriter:
 
 
 class LineWriter:
-    """A writer of a stream of lines."""
+    """Writes a stream of lines."""
 
     def __init__(self, storage: Storage, key: str, downsample: Callable[[bytes], bytes] | None = None) -> None:
         """Create a writer. `key` is the storage key of the stream, and `downsample` is passed to `StreamWriter`."""
@@ -271,7 +271,7 @@ def tidy(
     read = read or (lambda segment: read_segment(storage, segment))
     current = without_merged_parts(listed)
     storage.delete_many([segment.entry.key for segment in listed if segment not in set(current)])
-    for group in _neighbours(each for each in current if each.entry.size < SIZES[-1]):
+    for group in _neighbors(each for each in current if each.entry.size < SIZES[-1]):
         # Another process can have merged the segments, or a segment can be damaged. Readers report the damage.
         with suppress(NotFoundError, DamageError):
             content = join(map_parallel(read, group))
@@ -280,7 +280,7 @@ def tidy(
             storage.delete_many([each.entry.key for each in group])
 
 
-def _neighbours(segments: Iterable[Segment]) -> list[list[Segment]]:
+def _neighbors(segments: Iterable[Segment]) -> list[list[Segment]]:
     """Return groups of segments to merge, each with contiguous lines of one stream."""
     groups: list[list[Segment]] = []
     for segment in segments:

@@ -356,7 +356,7 @@ def load_settings(overrides: Mapping[str, str] | None = None) -> Settings:
         given[variable_of(name)] = value
     values = {name.removeprefix(PREFIX).lower(): value for name, value in given.items() if value != ""}
 
-    problems = [_misspelt(name) for name in given if name.removeprefix(PREFIX).lower() not in FIELDS]
+    problems = [_misspelled(name) for name in given if name.removeprefix(PREFIX).lower() not in FIELDS]
     if values.get("test_dataset") and not {"sample", "mnist"}.isdisjoint(
         re.split("[,:]", values.get("dataset", "sample"))
     ):
@@ -440,7 +440,7 @@ def _find_credential(value: str) -> str:
     return f"seems to contain a credential, because of the name {', '.join(names)}" if names else ""
 
 
-def _misspelt(variable: str) -> str:
+def _misspelled(variable: str) -> str:
     name = variable.removeprefix(PREFIX)
     meant = find_meant(name, [field.upper() for field in FIELDS], OTHER_SETTINGS)
     if name in SUBMIT_OPTIONS:

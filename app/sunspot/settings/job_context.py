@@ -62,6 +62,6 @@ class JobContext(BaseModel):
     code: str = setting("", "nothing: `sunspot submit --code FOLDER` sets it", pattern=r"^(.+@sha256:[0-9a-f]{64})?$")
     "URL of the archive of your own code, with its SHA-256."
     moves_from: str = setting("", "nothing: `sunspot move` sets it")
-    "Owner whose driver must save and end before this job claims the run, or empty."
+    "Owner whose driver must save and stop before this job claims the run, or empty."
     job_id: str = setting("", "the identity of the cluster job, or empty")
     "Identity of the job, which is the same for every retry."

@@ -6,7 +6,7 @@
     PRECISION=choice(fp32,bf16)             one of these values
     TASK_ARGS={"width": "choice(8,16)"}     the same for the task's own hyperparameters
 
-The values of trial n depend only on SEED, n and the expression. Additional trials or varied settings do not change
+The values of trial n depend only on SEED, n and the expression. Adding trials or varying more settings does not change
 other trials' values, and a restarted search has the same trials.
 """
 

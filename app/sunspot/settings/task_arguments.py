@@ -1,6 +1,6 @@
 """A dictionary of a task's arguments that records which keys the task reads.
 
-A key that is never read could be misspelt.
+A key that is never read could be misspelled.
 """
 
 from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
@@ -10,7 +10,7 @@ from sunspot.spelling import find_meant
 
 
 class TaskArguments(dict[str, Any]):
-    """A dictionary that records which of its keys are read. Iterating over it or copying it reads all keys.
+    """A dictionary that records which of its keys are read. Iterating over it or copying it counts as reading all keys.
 
     Pickling preserves this record.
     """

@@ -188,8 +188,8 @@ class RetryWindow:
     def attempt(self, limit_s: float, what: str, work: Callable[[], Result]) -> Result:
         """Return the result of `work`, which runs in a separate thread. An error counts as a failed attempt.
 
-        The attempt's time limit is what is left of `limit_s` since the first failure, but at least a tenth of
-        `limit_s`. Raises `StorageError` when this time limit passes.
+        The first attempt has `limit_s` seconds. A later attempt has `limit_s` seconds minus the time since the
+        first failure, but at least a tenth of `limit_s`. Raises `StorageError` if the attempt takes longer.
         """
         began = time.monotonic()
         deadline = ProgressDeadline(max(limit_s - self.seconds, limit_s / 10), what)

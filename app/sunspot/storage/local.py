@@ -202,7 +202,7 @@ class LocalStorage(Storage):
         if not self._is_inside(real):
             raise OutsideStorageError(
                 f"{path} leads through a link to {real}, which is outside of the storage path {self.root}; such "
-                "links are not followed; replace the link with the files themselves, or mount their folder in its place"
+                "links are not followed; replace the link with the files themselves, or with a mount of the folder"
             )
 
     def _is_inside(self, real: str) -> bool:
@@ -401,7 +401,7 @@ def _real_path(path: Path) -> str:
 
 
 def _remove_link(name: str, folder: int) -> None:
-    """Remove a link to a folder or a broken link. Listings include neither."""
+    """Remove a link that is broken or leads to a folder. Listings do not include such links."""
     if S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
         with contextlib.suppress(OSError):
             if S_ISREG(os.stat(name, dir_fd=folder).st_mode):

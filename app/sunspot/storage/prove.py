@@ -1,4 +1,4 @@
-"""Checks that storage is suitable for runs, and measures its speed. `sunspot doctor` calls this here or in a pod.
+"""Checks that storage is suitable for runs, and measures its speed. `sunspot doctor` runs this locally or in a pod.
 
 The test objects are in a folder that is not a run, and are deleted afterwards.
 """

@@ -4,13 +4,17 @@
 function `submit` in cluster/start.py runs the steps from preflight.py to api.py.
 
     commands/submit.py         turns the command line into a JobRequest
-    cluster/placing.py         chooses the place, if the profile has places (render_in_place, submit_in_place)
+    cluster/placing.py         chooses the place, if the profile has places (render_in_place)
+    code_files.py              packs the user's code, if it is a folder (pack)
     manifest/render.py         renders the manifest (render)
-    cluster/preflight.py       checks the cluster and storage for problems (check)
+    cluster/placing.py         deletes the RayJob that the run has left in another place (submit_in_place)
+    cluster/preflight.py       checks the cluster and storage for problems, and applies the RayJob as a dry run (check)
     cluster/applied.py         gives the RayJob a new owner ID, and stores its manifest in an annotation (as_submission)
     cluster/observation.py     reads the run from the cluster and storage (RunAccess.observe)
-    cluster/state.py           reduces this snapshot to one state and a reason (judge)
-    cluster/start.py           follows a live RayJob, replaces an ended one, or raises an error (start_job)
+    cluster/state.py           reduces everything that was read to one state and a reason (judge)
+    cluster/start.py           returns early if the RayJob is live or the run has succeeded, raises an error if there is
+                               a conflict, or uploads the code and replaces the RayJob (start_job)
+    cluster/stopping.py        deletes the run's RayJobs that have ended (delete_jobs)
     cluster/api.py             creates the RayJob (Cluster.apply)
     cluster/waiting.py         follows the run, and restarts it if KubeRay abandons its head pod (wait_for_end)
     cluster/progress_lines.py  prints the result of the submission and the run's progress

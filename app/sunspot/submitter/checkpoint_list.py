@@ -13,7 +13,10 @@ from sunspot.submitter.printing import progress_note
 
 @dataclass(frozen=True)
 class CheckpointList:
-    """Checkpoints with their faults, sorted by step, and the numbers of checkpoints that are not listed."""
+    """Checkpoints with their faults, sorted by step.
+
+    Older, superseded and incomplete checkpoints are only counted.
+    """
 
     checked: Sequence[tuple[Checkpoint, Sequence[str]]]
     older: int

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import IO, TypeVar
 
 from sunspot.errors import ConflictError, DamageError, GaveUpError, SunspotError
-from sunspot.formatting import plural
 from sunspot.report import FILE
 from sunspot.run import Run
 from sunspot.run.attempts import read_attempts
 from sunspot.run.history import read_journal
-from sunspot.run.incidents import Receipt, read_receipts
+from sunspot.run.incidents import Receipt, describe_replayed, read_receipts
 from sunspot.run.seen import look, read_details
 from sunspot.run.status import RunState, read_status
 from sunspot.settings import PREFIX
@@ -121,7 +120,10 @@ def demonstrate(run: Run, report: Report) -> Demonstration:
 
 
 def remove_earlier(run: Run) -> None:
-    """Remove an earlier demonstration's run. Raises `ConflictError` if the run is live or belongs to a user."""
+    """Remove an earlier demonstration's run.
+
+    Raises `ConflictError` if the run is live or was not created by `sunspot demo`.
+    """
     seen = look(run)
     owners = [attempt.owner for attempt in read_attempts(run)] + ([seen.status.owner] if seen.status else [])
     if not owners or not all(owner.startswith(JOB) for owner in owners):
@@ -153,7 +155,8 @@ def describe(loss: Receipt) -> Iterator[tuple[float, str]]:
         yield loss.noticed, "the other two workers notice the loss and break off the step"
     if loss.formed:
         yield loss.formed, "they form a group of two, take over the rows of the third, and repeat the step"
-    repeated = f"{plural(loss.replayed, 'step')} repeated" if loss.replayed else "no other step repeated"
+    again = describe_replayed(loss.replayed, loss.at_least)
+    repeated = f"{again} repeated" if loss.replayed or loss.at_least else "no other step repeated"
     yield (
         loss.first_step,
         f"step {loss.step + 1}: training continues {loss.recovery_s:.1f} s after the loss ({repeated})",

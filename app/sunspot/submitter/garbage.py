@@ -78,7 +78,7 @@ def _find_checkpoints(run: Run, keep: int | None, now: float) -> Iterator[Remova
     newest, passed_over = find_newest_good(run, attempts)
     if newest is None:
         if directories:
-            warn("no checkpoint is intact, so all are kept, because their files might be all that is left of the run")
+            warn("no checkpoint is intact, so nothing is removed: these files might be all that is left of the run")
         return
 
     def removal(name: str, why: str) -> Removal:

@@ -32,9 +32,9 @@ def refuse_without_training(what: str = "training") -> None:
 def training_environment(given: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a training process.
 
-    Settings in `given` override this process's environment, which overrides the file FILE. If the task is a file, it is
-    replaced by its module, and its folder is added to PYTHONPATH. Raises `SettingsError` if a setting or the file is
-    invalid.
+    Settings in `given` override this process's environment, and the environment overrides the settings file (FILE). If
+    the task is a file, the file's module replaces it, and the module's folder is added to PYTHONPATH. Raises
+    `SettingsError` if a setting or the settings file is invalid.
     """
     os.getcwd()  # raises FileNotFoundError if it was deleted; torch would abort the process
     kept = as_variables(read_settings_file(FILE))

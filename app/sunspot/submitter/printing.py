@@ -1,7 +1,7 @@
 """Prints the output of the `sunspot` command, and writes the files that it saves.
 
-Tables and JSON documents go to stdout, and everything else goes to stderr. All subcommands print through this module,
-because text from a run or a cluster can contain control characters, which this module makes harmless.
+Results go to stdout, and warnings and progress notes go to stderr. All subcommands print through this module, because
+text from a run or a cluster can contain control characters, which this module makes harmless.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Audits which rows each epoch of a run consumed, and finds damaged checkpoints and missing receipts.
 
 The audit covers the recorded steps that led to the newest intact checkpoint. Every attempt that took a step must have a
-receipt.
+receipt, which is the record of the attempt's start.
 """
 
 from __future__ import annotations

@@ -28,10 +28,10 @@ from sunspot.extras import how_to_install
 from sunspot.settings import Settings
 from sunspot.spelling import find_meant
 from sunspot.tasks.defaults import PlainTask
-from sunspot.tasks.signatures import find_misspelt, refuse_other_arguments
+from sunspot.tasks.signatures import find_misspelled, refuse_other_arguments
 from sunspot.tasks.task import Task, TrainingRun
 
-__all__ = ["Task", "TrainingRun", "describe_misspelt", "find_predict", "load_predict", "load_task"]
+__all__ = ["Task", "TrainingRun", "describe_misspelled", "find_predict", "load_predict", "load_task"]
 
 Predict = Callable[[torch.nn.Module, Batch], torch.Tensor]
 """A task's `predict`."""
@@ -101,9 +101,9 @@ def load_task(settings: Settings) -> Task:
     return task
 
 
-def describe_misspelt(task: Task) -> Iterator[str]:
-    """Yield a warning for each function in a task's module that is never called and seems to be misspelt."""
-    return find_misspelt(task, find_adapters())
+def describe_misspelled(task: Task) -> Iterator[str]:
+    """Yield a warning for each function in a task's module that is never called and seems to be misspelled."""
+    return find_misspelled(task, find_adapters())
 
 
 def find_adapters() -> Mapping[str, Any]:

@@ -55,7 +55,7 @@ class PlainTask(Task):
 
 
 def unread_without_defaults(own: Container[str]) -> dict[str, str]:
-    """Return the reasons why a task that defines the functions `own` ignores settings, keyed by setting."""
+    """Return the settings that a task ignores if it defines the functions in `own`, with a reason for each."""
     return {
         name: f"brings its own {function.removeprefix('build_')}, which does not read it; leave it at "
         f"{Settings.model_fields[name].default} (a task's own hyperparameters are in {PREFIX}TASK_ARGS)"
@@ -66,7 +66,7 @@ def unread_without_defaults(own: Container[str]) -> dict[str, str]:
 
 
 def build_empty_optimizer(learning_rate: float) -> torch.optim.Optimizer:
-    """Build an optimizer without weights that only holds the learning rate for a library's own optimizer."""
+    """Build an optimizer that has no weights and only holds the learning rate for a library's own optimizer."""
     return torch.optim.SGD([torch.nn.Parameter(torch.empty(0))], lr=learning_rate)
 
 

@@ -4,7 +4,7 @@ TASK_ARGS:
   `base`      path or URL of the model's directory, or its name on the hub (docs/finetune.md)
   `head`      "text" (default) predicts the next token; "classes" predicts a text's class from the column `label`
   `column`    name of the text column ("text")
-  `context`   number of tokens in a row (512); texts are packed into rows, but a text to be classified is truncated
+  `context`   number of tokens in a row (512); texts are packed into rows, or truncated if `head` is "classes"
   `rank`      rank of LoRA's matrices; 0 (default) trains all weights
   `alpha`     LoRA's scale (twice the rank)
   `targets`   layers that LoRA adapts: "all-linear" (default) or a list of names
@@ -138,7 +138,10 @@ def build_model(settings: Settings, source: Source) -> nn.Module:
 
 
 def load_pretrained(model: FineTuned) -> None:
-    """Read this worker's part of the base's weights, unless `build_model` has loaded them."""
+    """Read the base's weights, unless `build_model` has loaded them.
+
+    If the model is sharded, reads only this worker's shards.
+    """
     read_values(model, model.positions)
 
 
@@ -172,7 +175,7 @@ def find_tokens(batch: Batch) -> torch.Tensor:
 def predict(model: FineTuned, batch: Batch) -> torch.Tensor:
     """Return the class scores of each text, float [B, classes]. Raises `SettingsError` if `head` is "text"."""
     if model.arguments.head != "classes":
-        raise SettingsError("a language model cannot predict rows; pass a text with --prompt")
+        raise SettingsError("a language model makes no predictions for rows; pass a text with --prompt")
     return model(batch["tokens"].long(), attention_mask=find_tokens(batch).long())
 
 
@@ -201,7 +204,11 @@ def show(model: FineTuned, rows: Batch) -> dict[str, Any]:
 
 
 def checkpoint_files(model: FineTuned, state: dict[str, torch.Tensor]) -> dict[str, bytes]:
-    """Return the files needed to load a checkpoint with peft, or with transformers if WEIGHTS is safetensors."""
+    """Return the files that peft needs to load a checkpoint.
+
+    If all weights are trained, returns the files that transformers needs in addition to the weights. The library can
+    load the weights only if WEIGHTS is safetensors.
+    """
     if not model.adapted:
         return {"config.json": model.config.to_json_string().encode(), **model.base.tokenizer_files()}
     named = {"location": model.base.location, "sha256": model.sha256}

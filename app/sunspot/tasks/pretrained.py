@@ -1,7 +1,7 @@
 """Opens pretrained Hugging Face models in a directory, in a bucket or on the hub, and identifies them by a hash.
 
-A checkpoint holds all weights of the model. If peft adapts the model, the checkpoint holds only the trained weights and
-the hash of the base.
+If peft adapts the model, a checkpoint holds only the trained weights and the hash of the base. Otherwise, it holds all
+weights.
 """
 
 import hashlib
@@ -139,7 +139,7 @@ def find_values(base: Base, model: nn.Module) -> WeightPositions | None:
 def replace_parameters(
     model: nn.Module, values: Mapping[nn.Parameter, Any], change: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[nn.Parameter, Any]:
-    """Replace each parameter in `values` by the result of `change`. Return `values`, keyed by the new parameters."""
+    """Replace each parameter in `values` with the result of `change`. Return `values`, keyed by the new parameters."""
     new = {each: nn.Parameter(change(each.detach()), requires_grad=each.requires_grad) for each in values}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -149,7 +149,7 @@ def replace_parameters(
 
 
 def read_values(model: nn.Module, positions: WeightPositions) -> None:
-    """Read the values of a model's parameters, or of this worker's parts of them, from safetensors files."""
+    """Read a model's parameters from safetensors files. Of a sharded parameter, read only this worker's shard."""
     from safetensors import safe_open
 
     own = dict(model.named_parameters())

@@ -28,16 +28,16 @@ CALLED_WITH = {
 CALLED_WITH_NAMED = {"build_scheduler": ("steps_per_epoch",)}
 """Arguments that are passed by name to functions that accept them."""
 
-MISSPELT_LIKENESS = 0.85
-"""Minimum similarity (`difflib`) between a misspelt name and the name that was meant. `build_tokenizer` must not be
-mistaken for a misspelt `build_optimizer`."""
+MISSPELLED_LIKENESS = 0.85
+"""Minimum similarity (`difflib`) between a misspelled name and the name that was meant. `build_tokenizer` must not be
+mistaken for a misspelled `build_optimizer`."""
 
 OTHER_BUILDERS = re.compile("^(make|create|get|configure)_")
 """Pattern for the verbs that other libraries use instead of `build`."""
 
 
-def find_misspelt(task: Task, read: Iterable[str]) -> Iterator[str]:
-    """Yield a warning for each function of a task's module that looks like a misspelt optional function.
+def find_misspelled(task: Task, read: Iterable[str]) -> Iterator[str]:
+    """Yield a warning for each function of a task's module that looks like a misspelled optional function.
 
     Only public functions that the module defines but never mentions again are considered, so helper functions can have
     any name. `read` contains the names of other functions that Sunspot looks for.
@@ -57,7 +57,7 @@ def find_misspelt(task: Task, read: Iterable[str]) -> Iterator[str]:
             or len(re.findall(rf"\b{name}\b", source)) > 1
         ):
             continue
-        meant = difflib.get_close_matches(OTHER_BUILDERS.sub("build_", name), optional, 1, MISSPELT_LIKENESS)
+        meant = difflib.get_close_matches(OTHER_BUILDERS.sub("build_", name), optional, 1, MISSPELLED_LIKENESS)
         if meant:
             yield (
                 f"{PREFIX}TASK={task.settings.task}: nothing calls {name}{place_of_function(function)}; "

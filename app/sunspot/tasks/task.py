@@ -208,14 +208,14 @@ class TrainingRun(Protocol):
     def batches(self) -> Iterator[Batch]:
         """Yield this worker's batch for each step, from `position` until the run ends or is stopped.
 
-        Before each batch, this seeds the random generators for the step, and sets the learning rates by the schedule.
+        Seeds the random generators and sets the scheduled learning rates before it yields a step's batch.
         All workers get the same number of batches and must run the same number of passes.
         """
 
     def parts(self, batch: Batch) -> Iterator[Batch]:
         """Yield parts of a batch with at most MICRO_BATCH_SIZE rows, and set `weight` for each part.
 
-        Run one forward and backward pass per part. Gradients are averaged over the workers in the last part's pass.
+        Run one forward and backward pass per part. The last part's pass averages the gradients over the workers.
         """
 
     def draw(self, *shape: int) -> torch.Tensor:
@@ -234,7 +234,7 @@ class TrainingRun(Protocol):
     def log(self, values: Batch) -> None:
         """Add named values to the metric history.
 
-        Each value has one entry per row of the batch or part (shape [B]), or is their mean (shape []).
+        Each value has one entry per row of the batch or part (shape [B]), or is the mean over the rows (shape []).
         """
 
     def clip(self, model: torch.nn.Module | None = None) -> None:

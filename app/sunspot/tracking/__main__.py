@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def follow(delivery: Delivery, every_s: float, later: str) -> None:
-    """Deliver new records until stdin is closed, then deliver everything that is left.
+    """Deliver new records until stdin is closed, then deliver the rest.
 
     Messages about failures include the command `later`, which delivers the remaining records.
     """
@@ -77,8 +77,7 @@ def _follow(delivery: Delivery, outage: Outage, every_s: float) -> None:
         try:
             status = read_status(delivery.run)
             newest = status and (status.attempt, status.checkpoint, outage.tries)
-            if newest != delivered:
-                delivery.deliver()
+            if newest != delivered and delivery.deliver():
                 delivered = status and (status.attempt, status.checkpoint, 0)
                 outage.end()
         except TrackingError as error:

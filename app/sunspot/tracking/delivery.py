@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import tempfile
+import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -13,13 +14,14 @@ from typing import Annotated
 
 from annotated_types import Ge, MinLen
 
-from sunspot.errors import DamageError, NotFoundError, TrackingError, shorten
+from sunspot.errors import DamageError, NotFoundError, StorageError, TrackingError, shorten
 from sunspot.formatting import plural
 from sunspot.metric_names import HELD_OUT, MetricRecord
 from sunspot.report import FILE
 from sunspot.run import Run, to_json
 from sunspot.run.attempts import Attempt, Span, lineage, read_attempts, refuse_if_superseded, step_of
 from sunspot.run.checkpoints import Checkpoint, choose, classify, compare_bytes, list_directories
+from sunspot.run.handover import left_for_move
 from sunspot.run.history import iter_records, list_journal, read_journal
 from sunspot.run.incidents import goodput, read_receipts
 from sunspot.run.objects import Count, Record, read, read_if_exists, read_if_usable
@@ -33,6 +35,13 @@ log = logging.getLogger(__name__)
 RECORDS_AT_ONCE = 50
 """Number of records per request. MLflow accepts 1,000 metrics, and a record has about 15."""
 
+TURN_AFTER_S = 30.0
+"""Seconds after a driver's claim within which an earlier driver's delivery surely ends. It looks for a new owner every
+10 s, and before each request. A request takes up to 10 s."""
+
+TURN_CHECK_S = 1.0
+"""Seconds between two checks whether an earlier driver's delivery has ended."""
+
 NO_PARAMETERS = ("JOB_ID", "NOTICE_S", "TRACKING", "TRACKING_PROJECT")
 """Settings that are not delivered, because they concern a single start of the run or the delivery itself."""
 
@@ -44,15 +53,19 @@ MODEL = "model.pt"
 class Delivery:
     """Delivers one run to one service, continuing where an earlier delivery ended.
 
-    A metric record is delivered once there is a checkpoint of its step or of a later step, because the run then no
-    longer returns to an earlier step. Each step is therefore delivered once. If a checkpoint is lost, the steps that
-    the run repeats are not sent again.
+    A metric record is delivered as soon as there is a checkpoint of its step or of a later step, because the run can
+    then no longer return to an earlier step. Each step is therefore delivered only once. If a checkpoint is lost, the
+    steps that the run repeats are not sent again.
+
+    Drivers deliver in turn, because several can live at once while a run moves. A driver's turn begins once it has
+    claimed the run and the earlier driver's delivery has ended (`_take_turn`).
     """
 
     def __init__(self, run: Run, name: str, project: str, driver: str = "") -> None:
         """Prepare the delivery.
 
-        If `driver` is not empty, the delivery ends once another driver takes over the run from `driver`.
+        If `driver` is not empty, the delivery begins once `driver` has claimed the run, and ends once another driver
+        takes over the run from `driver`.
         """
         self.run = run
         self.name = name
@@ -63,6 +76,8 @@ class Delivery:
         "The address of the tracking run. Empty until `deliver` has opened the tracking run."
         self.attempt = 0
         "The number of the run's newest attempt."
+        self._claimed: float | None = None
+        "The monotonic time at which the driver's claim was first seen."
         self._service: Service | None = None
         self._segments: set[Segment] = set()
         "The segments of the metric history that have been delivered completely."
@@ -70,16 +85,19 @@ class Delivery:
         "The number of the attempt with the parameters that the service received last."
         self._scratch = tempfile.TemporaryDirectory(prefix="sunspot-tracking-")
 
-    def deliver(self) -> None:
-        """Send all records that have not been delivered yet.
+    def deliver(self) -> bool:
+        """Send all records that have not been delivered yet. Return False if it is not this driver's turn.
 
         After a `TrackingError` or `StorageError`, the next call sends the remaining records. Raises
         `SupersededError` if another driver has taken over the run.
         """
-        attempts = read_attempts(self.run)
-        refuse_if_superseded(attempts, "", self._driver)
-        if not attempts:
-            return  # nothing to deliver yet
+        attempts = self._read_own_attempts()
+        if not self._has_claimed(attempts) or not self._take_turn():
+            return False
+        self._deliver(attempts)
+        return True
+
+    def _deliver(self, attempts: list[Attempt]) -> None:
         self.attempt = attempts[-1].number
         service = self._open(attempts)
         self._describe(service, attempts)
@@ -100,12 +118,20 @@ class Delivery:
     def finish(self) -> None:
         """Send the remaining records of a run that has ended, and its report, best model and final state.
 
-        Raises the same errors as `deliver`.
+        Sends nothing if the run moves, or if the driver has neither claimed nor ended the run. Raises the same errors
+        as `deliver`.
         """
-        refuse_if_superseded(read_attempts(self.run), "", self._driver)
+        attempts, status = self._read_own_attempts(), read_status(self.run)
+        if not self._may_finish(attempts, status):
+            self.leave()
+            return
+        while not self._take_turn():
+            time.sleep(TURN_CHECK_S)
+            self._read_own_attempts()
         if self._service is None and not self.missing():
+            self._end_turn()
             return  # opening the tracking run would mark it as running again
-        self.deliver()
+        self._deliver(attempts)
         status, service = read_status(self.run), self._service
         if status is None or service is None:
             return
@@ -116,13 +142,52 @@ class Delivery:
             service.describe({}, {**tags, **self._summarize(service, status)})
         service.close(status.state if ended else None)
         self._service = None
-        self._record(replace(self.delivered, ended=ended), arrived=True)
+        self.delivered = replace(self.delivered, ended=ended)
+        self._end_turn()
 
     def leave(self) -> None:
         """Stop delivering. The tracking run stays open."""
-        if self._service:
-            with suppress(TrackingError):
+        with suppress(TrackingError, StorageError):
+            if self._service:
                 self._service.close(None)
+            self._end_turn()
+
+    def _read_own_attempts(self) -> list[Attempt]:
+        """Return the run's attempts. Raises `SupersededError` if another driver has taken over the run."""
+        attempts = read_attempts(self.run)
+        refuse_if_superseded(attempts, "", self._driver)
+        return attempts
+
+    def _has_claimed(self, attempts: list[Attempt]) -> bool:
+        """Return True if the driver has claimed the run, or if no driver was given."""
+        return bool(attempts) and self._driver in ("", attempts[-1].driver)
+
+    def _may_finish(self, attempts: list[Attempt], status: Status | None) -> bool:
+        """Return True if the driver has claimed or ended the run, and the run does not move to another driver."""
+        if self._driver and status and left_for_move(status):
+            return False
+        ended = bool(attempts and status and _end_of(status) and status.driver == self._driver)
+        return ended or self._has_claimed(attempts)
+
+    def _take_turn(self) -> bool:
+        """Begin this driver's turn, unless an earlier driver's delivery may still send records.
+
+        The turn begins at the latest TURN_AFTER_S seconds after the claim, because the earlier delivery's process may
+        be gone. Returns True if the turn has begun.
+        """
+        if self.delivered.driver == self._driver or not self._driver:
+            return True
+        stored = read_delivered(self.run, self.name)
+        self._claimed = time.monotonic() if self._claimed is None else self._claimed
+        if stored.driver and time.monotonic() - self._claimed < TURN_AFTER_S:
+            return False
+        self._record(replace(stored, driver=self._driver), arrived=True)
+        return True
+
+    def _end_turn(self) -> None:
+        """Store the progress, and let another driver deliver. Do nothing if another driver's turn has begun."""
+        if not self._driver or read_delivered(self.run, self.name).driver == self._driver:
+            self._record(replace(self.delivered, driver=""), arrived=True)
 
     def missing(self) -> str:
         """Describe what has not been delivered, or return an empty string. Raises `StorageError` if storage fails."""
@@ -179,6 +244,7 @@ class Delivery:
         return self.delivered.step < step <= final
 
     def _send(self, service: Service, records: list[MetricRecord]) -> None:
+        self._read_own_attempts()  # because another driver can have claimed the run since the last request
         refused = 0
         try:
             service.send([to_point(record) for record in records])
@@ -207,6 +273,7 @@ class Delivery:
             file = Path(self._scratch.name, FILE)
             file.write_bytes(content)
             service.attach(file, "")
+            self._read_own_attempts()  # uploads take long, and another driver may have stored its progress meanwhile
             self._record(replace(self.delivered, report=digest), service.acknowledges)
 
     def _attach_model(self, service: Service) -> str:
@@ -221,6 +288,7 @@ class Delivery:
                 raise NotFoundError(f"{best.name} has no {MODEL}")
             if best.name != self.delivered.model:
                 service.attach(self._fetch(best), "model")
+                self._read_own_attempts()
                 self._record(replace(self.delivered, model=best.name), service.acknowledges)
         except (NotFoundError, DamageError) as error:
             log.warning(f"tracking: no model was delivered: {shorten(error)}")
@@ -304,6 +372,8 @@ class Delivered:
     "The name of the checkpoint with the delivered model."
     ended: str = ""
     "The end of the run that was delivered, as returned by `_end_of`."
+    driver: str = ""
+    "The driver whose turn it is to deliver, or an empty string after its last delivery."
 
 
 def read_tracking_run(run: Run, service: str) -> str | None:

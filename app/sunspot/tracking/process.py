@@ -74,7 +74,8 @@ def tracked(run: Run, settings: Settings, driver: str = "") -> Iterator[None]:
     """Context manager that delivers the run to the service in TRACKING. Waits up to FINISH_TIMEOUT_S on exit.
 
     Failures are printed and do not affect the run. If another driver takes over the run from `driver`, that driver
-    starts its own delivery. The delivery process ends when its stdin is closed, even if this process is killed.
+    starts its own delivery. The delivery process exits when its stdin is closed, which also happens if this
+    process is killed.
     """
     if not settings.tracking:
         yield

@@ -10,36 +10,43 @@ The modules are used in this order:
    (`survivor.Survivor`), the loop continues in the next group.
 4. `joining.Joining` makes the process a worker of the run. It forms a group, claims the run together with the group
    (`elastic.claim.agree_on_start`), and builds the worker from the state that the group starts from.
-5. `build.build_worker` builds the `learner.Learner` (model, optimizer and rows), the checkpoint manager, and on rank 0
-   the `reporter.Reporter`.
+5. `build.build_worker` builds the `learner.Learner` (model, optimizer and rows) unless the process has kept it, the
+   checkpoint manager, and on rank 0 the `reporter.Reporter`.
 6. `loop.take_step` takes each step through `run.TrainingRun`. A task can have its own loop instead, and an adapter can
    use the loop of its library (`sunspot.adapters`).
 7. `worker.Worker` ends each step (`finish_step`). It then saves, evaluates, reports, stops or restarts if needed.
    `Worker.wait_before_change` keeps parameters unchanged until the copy of the previous state is complete.
 8. If a worker is lost, the other workers continue in the next group (`loop.train_in_groups`). `Survivor.abandon_group`
-   keeps their state, and `undo.StepGuard` undoes the interrupted step. `sunspot.elastic` describes how a group handles
-   a loss. `replacement.end_replacement` ends a replacement that cannot train.
+   keeps their state, `step_guard.StepGuard` decides whether the interrupted step counts, and `undo.StepUndo` undoes it
+   otherwise. `sunspot.elastic` describes how a group handles a loss. `replacement.end_replacement` stops a replacement
+   that cannot train.
 
 One step, from its rows to the beginning of the next step
 ---------------------------------------------------------
  1. run.TrainingRun.batches        takes this worker's rows of the step from the loader (`data.order` assigns them)
- 2. worker.Worker.begin_step       in survivor mode, begins to exchange the rows' IDs (AUDIT), and keeps what is needed
-                                   to undo the step
+ 2. worker.Worker.begin_step       in survivor mode, begins to exchange the rows' IDs (AUDIT). If the model has changed
+                                   since the previous step ended, StepUndo renews its copies
  3. run.TrainingRun.parts          splits the rows into parts that fit in memory (MICRO_BATCH_SIZE)
  4. loop.take_step                 runs the forward and backward pass of each part
  5. parallel.data_parallel         averages the gradients over all workers (ddp), during the last backward pass
  6. worker.Worker.wait_before_change  is called by a hook of the optimizer. It waits until the previous state is copied
                                    and, in survivor mode, until the gradients are complete. On a GPU, a fused optimizer
-                                   does not wait: the GPU cancels its step if a sum was aborted (`parallel.sum_guard`)
+                                   does not wait: the GPU cancels its step if a sum was aborted (`parallel.sum_guard`).
+                                   StepUndo copies an optimizer's parameters and state if another optimizer follows
  7. optimizer.step                 changes the parameters
- 8. worker.Worker.finish_step      counts the step, or counts it one step later if the GPU could still cancel it. It
-                                   gets from `parallel.decisions` what rank 0 decided after this step or the previous
-                                   one: to save, copy, report, stop, restart or form a new group. It also evaluates
-                                   after an epoch
- 9. checkpoint.CheckpointManager.save  begins to copy the state if a copy or a checkpoint is due
+ 8. worker.Worker.finish_step      counts the step, or counts it one step later if the GPU could still cancel it. In
+                                   survivor mode, StepUndo copies the buffers and the frozen parameters that change, so
+                                   that the next step can be undone. `finish_step` gets from `parallel.decisions` what
+                                   rank 0 decided after this step or the previous one: to save, copy, report, stop,
+                                   restart or form a new group. It also evaluates after an epoch
+ 9. checkpoint.CheckpointManager.save  is called in step 8. It begins to copy the state if a copy or a checkpoint
+                                   is due
 
-If a worker is lost in steps 2 to 8, a collective raises an error on the other workers, or `Worker` raises RegroupError.
-In survivor mode, the step is then handled as follows (`survivor.abandon_step`, `undo.StepGuard`):
+If a worker is lost in steps 2 to 9, a collective raises an error on the other workers, or `Worker` raises RegroupError.
+On GPUs, NCCL's collectives raise no error, so `step_guard.StepGuard` raises RegroupError if their sums were aborted.
+Decisions and the exchange of row IDs (AUDIT) use gloo on GPUs, too, and can raise an error first.
+`Survivor.continue_from` can also raise RegroupError while the next group starts. In survivor mode, the interrupted step
+is handled as follows (`survivor.abandon_step`, `step_guard.StepGuard`):
 
 - If the step was complete, it counts. Survivors can differ by this one step; all of them continue with the newer state.
 - If it was not complete, its gradients are discarded, and none of its rows count. The parameters, optimizer states and
@@ -51,7 +58,7 @@ In survivor mode, the step is then handled as follows (`survivor.abandon_step`, 
 Under PARALLEL=hsdp, a worker has only its shard of the state, and gets it from a worker with the same shard. In step 6,
 all workers agree that their gradients are complete, so that their shards belong to the same step.
 
-In restart mode, all processes end, and the next group starts from the newest copy or checkpoint (`sunspot.elastic`).
+In restart mode, all processes exit, and the next group starts from the newest copy or checkpoint (`sunspot.elastic`).
 
 Two modules do not train: `task_check` runs a task's first steps for `sunspot check`, and `pod_probe` checks the GPUs
 (`gpu`) and the network (`all_reduce`) from inside a pod for `sunspot doctor`.

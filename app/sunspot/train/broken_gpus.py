@@ -114,7 +114,7 @@ def new_nodes_checked(
 
 @dataclass(frozen=True)
 class BrokenInTraining:
-    """Excludes nodes on which a broken GPU has ended a worker. Ray Train's controller calls this before each group."""
+    """Excludes nodes on which a broken GPU stopped a worker. Ray Train's controller calls this before each group."""
 
     control: ControlClient
     required: RequiredResources

@@ -24,13 +24,11 @@ from sunspot.checkpoint.average import WeightAverage
 from sunspot.checkpoint.files import load_weights
 from sunspot.checkpoint.foreign_weights import fit_names
 from sunspot.checkpoint.manager import AHEAD_OF_STORAGE
-from sunspot.checkpoint.tensors import map_tensors
 from sunspot.data.ray_loader import RayLoader
 from sunspot.data.shared_rows import LocalWorkers
 from sunspot.data.torch_loader import TorchLoader
 from sunspot.elastic.claim import StartPoint
 from sunspot.elastic.control import CommandPoller, ControlChannel, ControlClient
-from sunspot.elastic.membership_channel import RegroupError
 from sunspot.elastic.receipts import Phases
 from sunspot.elastic.restore import TrainingState
 from sunspot.elastic.watchdog import Watchdog
@@ -38,7 +36,7 @@ from sunspot.errors import ConflictError, SettingsError
 from sunspot.formatting import plural
 from sunspot.log import warn_once
 from sunspot.observe.prometheus import Telemetry
-from sunspot.parallel.collectives import WorkerPlace, gather_objects, run_on_all_ranks, same_parameters
+from sunspot.parallel.collectives import WorkerPlace, gather_objects, run_on_all_ranks
 from sunspot.parallel.recompute import recompute_blocks
 from sunspot.parallel.sharding import (
     build_without_values,
@@ -47,7 +45,6 @@ from sunspot.parallel.sharding import (
     models_in,
     shard_model,
     shard_model_state,
-    shard_optimizer_state,
 )
 from sunspot.plan import Plan
 from sunspot.run import Run
@@ -58,7 +55,7 @@ from sunspot.settings import Settings, differences
 from sunspot.tasks import Task, load_task
 from sunspot.train.cuda_graphs import use_graphs
 from sunspot.train.device_memory import await_device_memory
-from sunspot.train.learner import Learner, Loader
+from sunspot.train.learner import Learner, Loader, load_rest
 from sunspot.train.learning_rates import LearningRates
 from sunspot.train.reporter import Reporter
 from sunspot.train.survivor import Survivor
@@ -97,8 +94,10 @@ class WorkerSetup:
 
 
 def build_worker(setup: WorkerSetup, state: TrainingState, phases: Phases) -> Worker:
-    """Build the worker after its group has claimed the run.
+    """Build the worker from the `state` that its group starts from. All workers of the group call this together.
 
+    If the state is live, `Survivor.continue_from` has loaded it already. Otherwise, this builds the learner, and loads
+    the state into it.
     `phases` holds the end time of each completed phase of the group's start.
     """
     plan = setup.plan
@@ -106,30 +105,14 @@ def build_worker(setup: WorkerSetup, state: TrainingState, phases: Phases) -> Wo
     place = setup.place
     watchdog = setup.watchdog
     attempt = start.attempt
-    learner = setup.survivor.learner if setup.survivor else None
-    with watchdog.paused():  # fetching weights and reading rows may take any time
-        if place.device.type == "cuda":  # all workers wait before any of them allocates memory
-            awaits = partial(await_device_memory, place.device, place.nodes[place.rank], setup.control)
-            run_on_all_ranks(place.group, awaits if learner is None else lambda: None)
-        if setup.survivor and learner:
-            learner.move(place)
-            if state.model is not None:
-                with setup.survivor.replacing_state(attempt, state):
-                    weights = shard_model_state(learner.model, state.model)
-                    load_weights(learner.model, weights, str(attempt.starts_from))
-                    load_rest(state, learner.model, learner.optimizer)
-        else:
-            learner = build_learner(plan, place, attempt, state, make_loader)
     survivor = setup.survivor
-    if survivor and state.tier == IN_PLACE and place.group and not same_parameters(learner.model, place):
-        if place.rank == 0:
-            text = (
-                "the workers' parameters differ, which happens with processors of different kinds; "
-                "all workers return to the newest copy"
-            )
-            setup.control.send(ControlChannel.log, f"step {attempt.step}: {text}")
-        survivor.forget()
-        raise RegroupError
+    learner = survivor.learner if survivor else None
+    if learner is None:  # the same on all workers (`Survivor.continue_from`)
+        with watchdog.paused():  # fetching weights and reading rows may take any time
+            if place.device.type == "cuda":  # all workers wait before any of them allocates memory
+                awaits = partial(await_device_memory, place.device, place.nodes[place.rank], setup.control)
+                run_on_all_ranks(place.group, awaits)
+            learner = build_learner(plan, place, attempt, state, make_loader)
     journals = open_journals(setup.run, start) if place.rank == 0 else None
     evaluated = state.evaluated and not ends_in_memory(plan, attempt.step, state)
     left_out = not evaluated and leaves_out_evaluation(start, plan.total_steps)
@@ -144,7 +127,7 @@ def build_worker(setup: WorkerSetup, state: TrainingState, phases: Phases) -> Wo
                 for line in describe_rates(learner):
                     setup.control.send(ControlChannel.log, f"  {line}")
     # Under fsdp, the checkpoint manager forms a process group of its own.
-    with survivor.forming() if survivor and is_fsdp(learner.model) else nullcontext():
+    with survivor.groups.forming(survivor.is_closed) if survivor and is_fsdp(learner.model) else nullcontext():
         checkpoints = CheckpointManager(
             setup.run,
             attempt,
@@ -288,18 +271,6 @@ def build_optimizer(settings: Settings, task: Task, model: torch.nn.Module) -> t
 
     optimizer.register_load_state_dict_pre_hook(keep_todays)
     return optimizer, WeightAverage(optimizer, settings.ema)
-
-
-def load_rest(state: TrainingState, model: torch.nn.Module, optimizer: Optimizer) -> None:
-    """Load the optimizer's state. If the state is sharded (fsdp), also load the model's weights."""
-    if state.optimizer:
-        values = shard_optimizer_state(optimizer, state.optimizer)
-        if optimizer.param_groups[0]["params"][0].is_cpu and state.tier != IN_PLACE:
-            # On the CPU, the optimizer keeps the tensors that it is given, and with them the pages of a whole file.
-            values = map_tensors(values, torch.clone)
-        optimizer.load_state_dict(values)
-    elif state.load_parts:
-        state.load_parts(model, optimizer)
 
 
 def refuse_uninitialized(model: torch.nn.Module, settings: Settings) -> None:

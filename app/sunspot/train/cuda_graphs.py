@@ -61,10 +61,10 @@ def find_obstacle(settings: Settings, device: torch.device) -> str:
 class GraphedForward:
     """A module's `forward`, which replays a CUDA graph if it has captured one for inputs of the same shapes.
 
-    Passes that a graph cannot replay run without a graph: evaluations, a second forward pass before the backward pass
-    of the first, passes that add to existing gradients, and passes with inputs that are not tensors. A model with hooks
-    gets no graph. If a graph cannot be captured, or if its results differ from those of an ordinary pass, all passes
-    with inputs of the same shapes run without a graph.
+    The following passes use no graph, because no graph can replay them: evaluations, a second forward pass before the
+    backward pass of the first, passes that add to existing gradients, and passes with inputs that are not tensors. A
+    model with hooks gets no graph. If a graph cannot be captured, or if its results differ from those of an ordinary
+    pass, all passes with inputs of the same shapes run without a graph.
     """
 
     def __init__(self, module: nn.Module, make_graphed: Callable[..., Any] = torch.cuda.make_graphed_callables) -> None:

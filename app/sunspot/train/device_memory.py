@@ -22,10 +22,10 @@ SLACK = 0.02
 
 
 def await_device_memory(device: torch.device, node: str, control: ControlClient) -> None:
-    """Wait until the GPU has as much free memory as when the previous group started, or for DEVICE_WAIT_S seconds.
+    """Wait up to DEVICE_WAIT_S seconds until the GPU has as much free memory as when the previous group started.
 
-    The first group does not wait. Each group records the free memory that it starts with, so if another program takes
-    memory, only the next group waits.
+    The first group does not wait. Each group records how much memory is free after its own wait. If another program
+    keeps some memory in use, only the next group therefore waits for that memory.
     """
     gpu = f"{node} {torch.cuda.get_device_properties(device).uuid}"
     before = control.call(ControlChannel.free_memory, gpu)

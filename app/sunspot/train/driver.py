@@ -91,11 +91,11 @@ def train_run(
             recorded_outcome(claimant, origin.checkpoint, settings.max_driver_starts, stop_request) as outcome,
         ):
             try:
-                if may_train(claimant, limit_s, settings.job.job_id):
+                if may_train(claimant, stop_request, limit_s, settings.job.job_id):
                     plan = plan_run(run, settings, identity)
                     state, reason = train(plan, claimant, origin, outcome, stop_request)
                 else:
-                    state, reason = RunState.STOPPED, _stop_reason(claimant)
+                    state, reason = RunState.STOPPED, _stop_reason(claimant, stop_request)
                 outcome.expect(state, reason)
             except SunspotError as error:
                 error.final = error.final or has_failed_for_good(claimant)
@@ -120,7 +120,7 @@ class Origin(NamedTuple):
         return settings.init_from or "the beginning"
 
 
-def may_train(claimant: Claimant, limit_s: float, job: str = "") -> bool:
+def may_train(claimant: Claimant, stop_request: StopRequest, limit_s: float, job: str = "") -> bool:
     """Return False if the run is stopped. Raise the error that permanently ended this owner's job, if there is one.
 
     Reading the run from storage may take up to `limit_s` seconds.
@@ -130,25 +130,20 @@ def may_train(claimant: Claimant, limit_s: float, job: str = "") -> bool:
     if fatal:
         raise fatal  # this job has failed for good, so a retry of it does not train either
     if stopped:
-        print(f"  stopped by {_describe_stop(claimant)}; {resume_hint(run.name, bool(job))}")
+        print(f"  stopped by {_describe_stop(claimant, stop_request)}; {resume_hint(run.name, bool(job))}")
     return not stopped
 
 
-def _describe_stop(claimant: Claimant) -> str:
+def _describe_stop(claimant: Claimant, stop_request: StopRequest) -> str:
     """Return what stopped the run: a move, its budget or `sunspot stop`."""
-
-    def read() -> str:
-        handover = read_handover(claimant.run)
-        if handover and handover.old == claimant.owner:
-            return f"{MOVE} to {Owner.parse(handover.new).describe()}"
-        return describe_stop(claimant.run)
-
-    return with_deadline(RECORD_S, "reading the stop marker", read)
+    if stop_request.moves_to:
+        return f"{MOVE} to {Owner.parse(stop_request.moves_to).describe()}"
+    return with_deadline(RECORD_S, "reading the stop marker", describe_stop, claimant.run)
 
 
-def _stop_reason(claimant: Claimant) -> str:
+def _stop_reason(claimant: Claimant, stop_request: StopRequest) -> str:
     """Return the reason if a move or the budget stopped the run, or an empty string if a user did."""
-    by = _describe_stop(claimant)
+    by = _describe_stop(claimant, stop_request)
     return f"stopped by {by}" if by.startswith((SPENT_BUDGET, MOVE)) else ""
 
 
@@ -164,12 +159,12 @@ def plan_run(run: Run, settings: Settings, identity: Iterable[str]) -> Plan:
     # Imported here, because torch takes seconds to import.
     from sunspot.plan import make_plan
     from sunspot.ray_session import starts_own_session
-    from sunspot.tasks import describe_misspelt, load_task
+    from sunspot.tasks import describe_misspelled, load_task
     from sunspot.train.this_machine import refuse_impossible
 
     enter_code(settings.job.code)
     task = load_task(settings)
-    for text in describe_misspelt(task):
+    for text in describe_misspelled(task):
         log.warning(text)
     plan = replace(make_plan(settings, task), one_machine=starts_own_session())
     if plan.one_machine:
@@ -202,8 +197,9 @@ def train(
         if not checkpoint or not checkpoint.completes(plan.total_steps, patience):
             how = resume_hint(run.name, bool(plan.settings.job.job_id))
             step = checkpoint.step if checkpoint else 0
-            print(f"  stopped by {_describe_stop(claimant)} at step {step} of {plan.total_steps}; {how}")
-            return RunState.STOPPED, _stop_reason(claimant)
+            by = _describe_stop(claimant, stop_request)
+            print(f"  stopped by {by} at step {step} of {plan.total_steps}; {how}")
+            return RunState.STOPPED, _stop_reason(claimant, stop_request)
         reason = ""
         if checkpoint.step < plan.total_steps:
             reason = f"no improvement in {plural(patience, 'evaluation')}"
@@ -222,7 +218,28 @@ def train(
         print(f"  {reason}")
     print(f"  from: {origin.describe(plan.settings)}", flush=True)
     with ray_session():  # one session for training and prediction
-        return finish(fit(plan, claimant, stop_request, outcome.note_end))
+        while True:
+            checkpoint = fit(plan, claimant, stop_request, outcome.note_end)
+            done = checkpoint and checkpoint.completes(plan.total_steps, patience)
+            if done or not continues_after_move(claimant, stop_request):
+                return finish(checkpoint)
+
+
+def continues_after_move(claimant: Claimant, stop_request: StopRequest) -> bool:
+    """Return True if the workers stopped because of a move, and the move was given up while they saved.
+
+    The driver must then train again, because nobody else does. If the new workers have claimed the run nevertheless,
+    this driver's next claim is refused.
+    """
+    if not stop_request.moves_to or stop_request.signal:
+        return False
+    handover = with_deadline(RECORD_S, "reading the request to move", read_handover, claimant.run)
+    if handover and handover.old == claimant.owner:
+        return False
+    with_deadline(RECORD_S, "reading the stop marker", stop_request.cancel_move, claimant.run)
+    if not stop_request.asked:
+        print("  the move was given up, so training continues here", flush=True)
+    return not stop_request.asked
 
 
 def identify_rows(plan: Plan) -> Rows:
@@ -260,7 +277,8 @@ def report_result(run: Run, driver: str) -> AbstractContextManager[None]:
 def on_exit(report: Callable[[Exception | None], None]) -> Iterator[None]:
     """Context manager that calls `report` on exit, with the error that ended the context, or None.
 
-    `report` is not called after an interrupt, or after a `ConflictError`, because then another driver owns the run.
+    `report` is not called after an interrupt. It is not called after a `ConflictError` either, because another driver
+    may own the run.
     """
     try:
         yield

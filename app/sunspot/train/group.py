@@ -249,8 +249,8 @@ def only_driver_remains(
     1. All workers have finished or are lost, and the trainer has not noticed. Ray does not poll workers while it places
        a replacement.
     2. `has_nothing_to_save` returns True, because a stop was requested before any worker could save.
-    3. All workers that trained are lost, and no replacement has trained within `limit_s` seconds. The replacements may
-       hang, and nothing else watches them.
+    3. All workers that were training are lost, and no replacement has started training within `limit_s` seconds. The
+       replacements may hang, and nothing else watches them.
     """
     empty_since: float | None = None
     trained = time.monotonic()
@@ -263,7 +263,8 @@ def only_driver_remains(
         if membership.trains or not membership.generation.members:
             trained = time.monotonic()
         elif time.monotonic() - trained > limit_s:
-            log.warning(f"all workers that trained are lost, and no replacement has trained within {limit_s:.0f} s")
+            lost = "all workers that were training have been lost"
+            log.warning(f"{lost}, and no replacement has started training within {limit_s:.0f} s")
             return True
         if membership.trains or not (membership.ended or membership.has_no_members):
             empty_since = None

@@ -34,7 +34,7 @@ class HeldOutScores:
         self._parts: list[Batch] = []
 
     def predict(self, batch: Batch, counts: bool) -> None:
-        """Predict a batch's rows, and keep their scores if `counts` is True.
+        """Compute the scores of a batch's rows, and keep the scores if `counts` is True.
 
         Under FSDP, all workers call this together. Raises `SettingsError` if `predict` does not return one score for
         each row.

@@ -71,7 +71,7 @@ class WorkerConfig:
 
     @property
     def limit_s(self) -> float:
-        """Maximum number of seconds to wait in a collective, while another worker may be waiting for storage."""
+        """Maximum number of seconds to wait in a collective for a worker that may itself be waiting for storage."""
         return self.plan.settings.storage_timeout_s + self.collective_timeout_s
 
     @cached_property
@@ -93,7 +93,8 @@ class Joining(ExitStack):
     """Makes this process a worker of the run, in the steps `form`, `claim` and `build`.
 
     `loop.train_in_group` calls these methods in this order. Each method contains collectives, so every rank of the
-    group must call the same methods. The context ends when the process has left the group.
+    group must call the same methods. The context ends when the process has left the group. An error in any step ends
+    the context, too. `loop.train_in_groups` then asks `Survivor.outlives` whether the process can join another group.
     """
 
     def __init__(self, config: WorkerConfig, survivor: Survivor | None = None) -> None:
@@ -132,7 +133,7 @@ class Joining(ExitStack):
         return place
 
     def _prepare_alone(self, survivor: Survivor) -> Learner:
-        """Build a learner while the other workers train. Under hsdp, its model is the shard that the driver chose."""
+        """Build a learner while the other workers train. Under hsdp, the driver has chosen the learner's shard."""
         replicas = survivor.replicas
         if not replicas:
             return self._prepare_learner()
@@ -207,14 +208,14 @@ class Joining(ExitStack):
         survivor = setup.survivor
         start = setup.start
         place = setup.place
-        if survivor:
-            with setup.watchdog.paused():
-                prepare = self._prepare_learner
-                survivor.align(bool(start.live), partial(prepare, place) if place.replicas else prepare, place.shard)
         if survivor and start.live:
-            state = survivor.hand_over(place, start.live, setup.plan.total_steps)
+            prepare = partial(self._prepare_learner, place if place.replicas else None)
+            state = survivor.continue_from(place, start, prepare, setup.watchdog, setup.control)
         else:
             assert self._found
+            if survivor and survivor.learner:
+                with setup.watchdog.paused():
+                    survivor.forget()  # all workers build new learners together
             state = load_start(setup.run, setup.plan.settings, start, self._found, cast(dist.ProcessGroup, place.group))
         worker = build_worker(setup, state, self._phases)
         if survivor:

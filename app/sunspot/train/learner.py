@@ -8,17 +8,21 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
+from torch.optim import Optimizer
 
 from sunspot.checkpoint import SavedObjects
 from sunspot.checkpoint.average import WeightAverage
+from sunspot.checkpoint.tensors import map_tensors
 from sunspot.data.order import MIN_ROWS, largest_pass
 from sunspot.data.source import Batch
 from sunspot.data.torch_loader import TorchLoader
+from sunspot.elastic.restore import TrainingState
 from sunspot.errors import SettingsError
 from sunspot.metric_names import refuse_names
 from sunspot.parallel.collectives import WorkerPlace
-from sunspot.parallel.sharding import discard_pass
+from sunspot.parallel.sharding import discard_pass, shard_optimizer_state
 from sunspot.plan import Plan
+from sunspot.run.attempts import IN_PLACE
 from sunspot.tasks import Task
 from sunspot.tasks.signatures import place_of_function
 from sunspot.train.learning_rates import LearningRates
@@ -49,7 +53,7 @@ class Learner:
     task: Task
     place: WorkerPlace
     model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
     average: WeightAverage
     loader: Loader
     rates: LearningRates
@@ -118,6 +122,18 @@ class Learner:
         files = self.task.checkpoint_files
         more_files = partial(files, self.model) if files else None
         return SavedObjects(self.model, self.optimizer, self.average, more_files, self.undo.stepped)
+
+
+def load_rest(state: TrainingState, model: torch.nn.Module, optimizer: Optimizer) -> None:
+    """Load the optimizer's state. If the state is sharded (fsdp), also load the model's weights."""
+    if state.optimizer:
+        values = shard_optimizer_state(optimizer, state.optimizer)
+        if optimizer.param_groups[0]["params"][0].is_cpu and state.tier != IN_PLACE:
+            # On the CPU, the optimizer keeps the tensors that it is given, and with them the pages of a whole file.
+            values = map_tensors(values, torch.clone)
+        optimizer.load_state_dict(values)
+    elif state.load_parts:
+        state.load_parts(model, optimizer)
 
 
 def in_precision(learner: Learner) -> AbstractContextManager[None]:

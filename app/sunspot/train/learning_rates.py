@@ -212,7 +212,7 @@ def stand_in_for(optimizer: Optimizer) -> Optimizer:
 def set_by_scheduler(group: Options, built: Options) -> Options:
     """Return the learning rate of a stand-in's `group`, and the other options that a scheduler has set in it.
 
-    Options that `built`, the task's own group, does not have are left out.
+    Only options that `built`, the task's own group, also has are returned.
     """
     others = (group.were_set if isinstance(group, Group) else set()) & built.keys() - {"params", "lr", "initial_lr"}
     return {"lr": float(group["lr"]), **{name: group[name] for name in others}}

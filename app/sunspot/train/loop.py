@@ -48,8 +48,9 @@ def train_in_groups(config: WorkerConfig, survivor: Survivor) -> None:
 def train_in_group(config: WorkerConfig, survivor: Survivor | None = None) -> None:
     """Train in one worker group, until the run or the group ends.
 
-    Raises `GroupRestartError` or `RegroupError` if training continues in the next group, and otherwise the error that
-    ended training. If the group has already claimed the run, that error is also recorded in storage.
+    Raises `GroupRestartError` if Ray starts another group. An error of `form` or `claim` is raised unchanged, and the
+    caller decides whether this process continues in the next group (`Survivor.outlives`). Any later error is raised as
+    a `RegroupError` if this process continues in the next group. Otherwise, it is recorded in storage and raised.
     """
     with Joining(config, survivor) as joining:
         place = joining.form()
@@ -60,6 +61,8 @@ def train_in_group(config: WorkerConfig, survivor: Survivor | None = None) -> No
                 train(worker)
                 with worker.watchdog.paused():
                     worker.checkpoints.close(finished=True)
+                if worker.reporter:
+                    worker.reporter.saved_last_step()
             except GroupRestartError:
                 raise
             except Exception as error:

@@ -1,7 +1,7 @@
 """Detects NaN or infinite values in the loss and the weights, and decides when they end a run.
 
-The loss is checked only when the means of a metric window are read, and the weights only when they are saved. Steps
-therefore never wait for the device.
+The loss is checked only when the means of a metric window are read. The weights are checked only when they are saved,
+and when the mean loss of a window is not finite. Other steps therefore never wait for the device.
 """
 
 import math
@@ -56,9 +56,10 @@ class NanWatch:
     def look(self, record: Mapping[str, Any], newest: list[Batch], saves: bool) -> None:
         """Check a closed metric window. All workers call this together.
 
-        `record` is the window's record. `newest` holds this worker's values from the last step of the window. A window
-        whose last step has a finite loss is accepted, because only single rows were affected, or a loss scaler skipped
-        the other steps. The weights are also checked if the state will be saved (`saves`).
+        `record` is the window's record. `newest` holds this worker's values from the last step of the window. If the
+        last step's loss is finite, the window is accepted. In this case, single rows caused the other values, or a
+        loss scaler skipped their steps. The weights are checked if the window's mean loss is not finite, or if the
+        state will be saved (`saves`).
         """
         losses = {name for name in names_of_losses(record) if not math.isfinite(record[name])}
         suspect = bool(losses)

@@ -69,7 +69,7 @@ def ask_nodes(
 ) -> Problems:
     """Run `act` on each node with that node's arguments, and return the problems that it finds.
 
-    A warning names the nodes that do not answer. `what` describes the check in this warning. Each process ends after
+    A warning names the nodes that do not answer. `what` describes the check in this warning. Each process exits after
     `calls` calls (0 for never), because a worker could otherwise inherit a process that has used the GPU.
     """
     task = ray.remote(num_cpus=0, max_retries=1, max_calls=calls)(act)

@@ -1,4 +1,4 @@
-"""Ends a replacement process that cannot train, without ending the other workers."""
+"""Stops a replacement process that cannot train, without stopping the other workers."""
 
 import os
 import sys
@@ -22,16 +22,16 @@ TRIES_ON_NODE = 2
 """Number of failed replacements on a node after which the node is left out."""
 
 PAUSE_S = 10.0
-"""Seconds until a replacement ends if its node cannot be left out. The pause doubles with each replacement."""
+"""Seconds until a replacement exits if its node cannot be left out. The pause doubles with each replacement."""
 
 MAX_DOUBLINGS = 6
 """Maximum number of times that the pause doubles, up to 640 s."""
 
 
 def end_replacement(error: Exception, config: WorkerConfig) -> NoReturn:
-    """Report why this process cannot train, and end the process. Ray then replaces it like any lost process.
+    """Report why this process cannot train, and exit. Ray then replaces the process like any lost process.
 
-    Raising the error instead would end all workers, because Ray Train would treat it as a training error.
+    Raising the error instead would stop all workers, because Ray Train would treat it as a training error.
     """
     try:
         report(error, config)
@@ -53,7 +53,7 @@ def report(error: Exception, config: WorkerConfig) -> None:
     control = config.control
     node = ray.get_runtime_context().get_node_id()
     tries = control.call_or_none(ControlChannel.count_failed_replacement, node) or 1
-    line = f"a replacement on node {node[:12]} could not train and ends: {type(error).__name__}: {shorten(error)}"
+    line = f"a replacement on node {node[:12]} could not train and exits: {type(error).__name__}: {shorten(error)}"
     control.send(ControlChannel.log, f"{line}; the other workers keep training")
     with suppress(TimeoutError, StorageError):
         start_thread(lambda: _record(error, config.run, control), "record-end").result(FAILURE_S)

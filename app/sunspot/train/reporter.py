@@ -12,9 +12,8 @@ from sunspot.checkpoint.manager import exceeds_notice
 from sunspot.data.source import rows_in
 from sunspot.elastic.claim import StartPoint
 from sunspot.elastic.control import ControlChannel, ControlClient
-from sunspot.elastic.merged_incidents import merge
-from sunspot.elastic.messages import Incident, WorkerGroup
-from sunspot.elastic.receipts import Phases, make_receipt
+from sunspot.elastic.messages import Incident
+from sunspot.elastic.receipts import OpenIncident, Phases
 from sunspot.elastic.restore import TrainingState
 from sunspot.elastic.sick_nodes import step_times
 from sunspot.errors import StorageError, SupersededError
@@ -73,14 +72,14 @@ class Reporter:
         self._run = run
         self._settings = plan.settings
         self._start = start
-        self._state = replace(state, model=None, optimizer=None)  # without its tensors, which are large
+        self._tier = state.tier
+        self._incident = OpenIncident(start, state, control, phases)
         self._control = control
         self._journals = journals
         self._checkpoints = checkpoints
         self._ranks = RankHistory(run, start.attempt.number)
         self.publisher = Background(min(self._settings.report_every_s, STATUS_EVERY_S), self.publish)
         "Background thread that writes the status. The caller enters it."
-        self._phases = phases
         self._timer = Timer()
         self._shown = 0.0
         self._heartbeat: float | None = None
@@ -108,27 +107,23 @@ class Reporter:
         self._goodput_of: tuple[int, float] | None = None
         "The number of receipts and the minute at which `_goodput` was computed."
         self._test_rows = rows_in(plan.test) if plan.test else 0
-        self._incident = Incident()
-        "The incident that ended the previous group."
         self._failed_before = ""
         "Part of the status's warning that names the failure of the previous group."
 
     def announce(self) -> None:
         """Register the group with the driver, print where it starts, and record why the previous group ended."""
-        start, state = self._start, self._state
-        origin = "the beginning" if state.tier == "beginning" else f"step {start.attempt.step}"
-        known = f", from {state.tier}" if state.tier in ("memory", "storage") else ""
+        start, tier = self._start, self._tier
+        origin = "the beginning" if tier == "beginning" else f"step {start.attempt.step}"
+        known = f", from {tier}" if tier in ("memory", "storage") else ""
         workers = len(start.nodes)
-        verb = "continue" if state.tier == IN_PLACE else "start"
+        verb = "continue" if tier == IN_PLACE else "start"
         line = f"  {plural(workers, 'worker')} {verb}{'s' if workers == 1 else ''} at {origin}{known}"
         self._control.send(ControlChannel.log, line)
-        hosts = {int(rank): host for rank, host in start.attempt.metadata.nodes.items()}
-        group = WorkerGroup(start.attempt.number, workers, start.nodes, hosts)
-        self._incident = self._control.call(ControlChannel.begin_group, group)
-        if self._incident.cause is Cause.WORKER_FAILED:
-            self._failed_before = f"its workers were started again after {self._incident.describe()}"
+        incident = self._incident.begin()
+        if incident.cause is Cause.WORKER_FAILED:
+            self._failed_before = f"its workers were started again after {incident.describe()}"
         self._status = replace(self._status, warning=self._failed_before)
-        for note in self._incident.notes:
+        for note in incident.notes:
             self._journals.events.note(note.event, start.attempt.step, note.detail, note.time)
 
     def due(self) -> bool:
@@ -145,13 +140,13 @@ class Reporter:
         self._heartbeat = time.time()
 
     def took_step(self, step: int, window: MetricWindow, epoch_ends: bool) -> None:
-        """Show the newest step about once a second. The first step also closes the previous group's incident."""
+        """Show the newest counted step, about once a second. The first step closes the previous group's incident."""
         self.heartbeat()
         self._warn_of_notice()
         if step >= self._status.total_steps:
             self._finishing(step)
         if not self._recovered:
-            self._close_incident()
+            self._write_receipt()
         if epoch_ends or time.monotonic() - self._shown >= PROGRESS_EVERY_S:
             self._shown = time.monotonic()
             newest = self._checkpoints.newest.name if self._checkpoints.newest else self._status.checkpoint
@@ -199,7 +194,7 @@ class Reporter:
         self._journals.metrics.append({**record, "steps": 0, "rows": 0, "seconds": 0.0})
         self._status = replace(self._status, test_loss=record.get("test_loss"))
         self._control.send(ControlChannel.add_metrics, record)
-        self._close_incident()
+        self._write_receipt()
 
     def _finishing(self, step: int) -> None:
         """Show that all steps are taken, because the last evaluation and checkpoint can take a long time."""
@@ -213,12 +208,17 @@ class Reporter:
         if self._checkpoints.drain(time_left_s) and self._checkpoints.newest:
             committed = Incident(committed=self._checkpoints.newest.time)
             self._control.send(ControlChannel.add_incident_facts, committed)
+            self.saved_last_step()
+
+    def saved_last_step(self) -> None:
+        """Record that the group ends, and that its last step is committed. The last `publish` writes this."""
+        self._status = replace(self._status, saved=True)
 
     def publish(self) -> None:
         """Write the newest metrics and the status to storage.
 
-        Raises `SupersededError` if another process owns the run. Also raises it if this process was frozen or cut off,
-        and its driver has ended the attempt meanwhile.
+        Raises `SupersededError` if another process owns the run, or if the driver has ended the attempt while this
+        process was frozen or cut off.
         """
         try:
             ensure_owner(self._run, self._start.attempt)
@@ -241,7 +241,7 @@ class Reporter:
             delete_older_statuses(self._run, self._start.attempt.number)
 
     def end(self) -> None:
-        """Record that the group is about to end. From now on, ranks' metrics are written to storage immediately."""
+        """Record that the group is about to end. From then on, ranks' metrics are written to storage immediately."""
         self._ranks.end()
 
     def gauges(self) -> RunGauges:
@@ -273,12 +273,9 @@ class Reporter:
             {cause: causes.count(cause) for cause in Cause if cause.incident},
         )
 
-    def _close_incident(self) -> None:
+    def _write_receipt(self) -> None:
         self._recovered = True
-        known = self._control.call_or_none(ControlChannel.close_incident)
-        if known:  # Ray may report a lack of memory after the group has begun
-            self._incident = merge(self._incident, known)
-        receipt = make_receipt(self._start, self._state, self._incident, time.time(), self._phases)
+        receipt = self._incident.close()
         self._journals.events.append(receipt.record())
         self._receipts.append(receipt)
         network = read_network(own_log()) if len({*self._start.nodes.values()}) > 1 else ""
@@ -298,8 +295,8 @@ class Reporter:
     def _warn_of_nan(self, record: MetricRecord) -> None:
         """Report a loss that is not finite, and later that it is finite again, in the terminal and as events.
 
-        Each other metric is reported only once. This also applies to a loss whose mean over a window is not finite,
-        although its last value is.
+        Any other metric that is not finite is reported only once. This also applies to a loss whose mean over a window
+        is not finite, if the loss of the window's last step is finite.
         """
         self._nan_windows = record.get(NAN_WINDOWS, 0)
         first = record["step"] - record["steps"] + 1
@@ -384,6 +381,7 @@ def first_status(start: StartPoint, plan: Plan, why: Incident | None = None) -> 
         scalable=str(plan.settings.num_workers) if plan.outlives and plan.settings.num_workers.elastic else "",
         step=attempt.step,
         heartbeat=None,
+        saved=False,
         checkpoint=start.checkpoint.name if start.checkpoint else before.checkpoint,
         total_steps=plan.total_steps,
         steps_per_epoch=plan.steps.per_epoch,

@@ -142,8 +142,8 @@ class TrainingRun:
         fix = "return a scheduler from build_scheduler(optimizer, settings, total_steps)"
         if scheduled:
             raise SettingsError(
-                f"{task}: a scheduler was created with run.optimizer, but run.batches() overwrites its learning rates; "
-                f"{fix} instead, and the run will step it"
+                f"{task}: a scheduler was created with run.optimizer, but run.batches() overwrites the scheduler's "
+                f"learning rates; {fix} instead, and the run will step the scheduler"
             )
         changed = [pair for pair in zip(self._rates, rates, strict=True) if pair[0] != pair[1]]
         if changed:

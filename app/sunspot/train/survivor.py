@@ -1,8 +1,8 @@
 """A worker process that outlives its group, and keeps its model, optimizer and rows for the next group.
 
-Ray Train would end all workers when one is lost. Instead, the other workers abort their step, form a group without the
-lost worker, and take the step again. elastic/membership.py decides which workers are members. Only the lost process is
-replaced, and its replacement warms up while the others train.
+Ray Train would end all workers when one is lost. Instead, the other workers form a group without the lost worker, and
+take the step again unless they had completed it. elastic/membership.py decides which workers are members. Only the lost
+process is replaced, and its replacement warms up while the others train.
 """
 
 import gc
@@ -10,9 +10,9 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, Self
@@ -22,10 +22,11 @@ import ray.train.torch
 import torch
 import torch.distributed as dist
 
-from sunspot.background import Background
 from sunspot.checkpoint import CheckpointCommitter, NodeMemory
-from sunspot.elastic.claim import process_name
-from sunspot.elastic.copies import LiveState, SurvivingState
+from sunspot.checkpoint.files import load_weights
+from sunspot.elastic.claim import StartPoint, process_name
+from sunspot.elastic.control import ControlChannel, ControlClient
+from sunspot.elastic.copies import LiveState
 from sunspot.elastic.member_connections import MACHINE_LIMIT_S
 from sunspot.elastic.membership import Generation, Member
 from sunspot.elastic.membership_channel import (
@@ -36,17 +37,18 @@ from sunspot.elastic.membership_channel import (
     RegroupError,
 )
 from sunspot.elastic.restore import StateMetadata, TrainingState, hand_over
-from sunspot.elastic.watchdog import FIRST_STEP_S, ended_after
+from sunspot.elastic.watchdog import FIRST_STEP_S, Watchdog, ended_after
 from sunspot.errors import SupersededError, find_in, shorten
 from sunspot.formatting import plural
 from sunspot.observe.metrics import MetricWindow
-from sunspot.parallel.collectives import WorkerPlace
+from sunspot.parallel.collectives import WorkerPlace, same_parameters
 from sunspot.parallel.process_group import FORM_LIMIT_S, NCCL_LIMIT_S, ProcessGroups
 from sunspot.parallel.replica_groups import ReplicaGroups
+from sunspot.parallel.sharding import shard_model_state
 from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.run.attempts import Attempt, checkpoint_name, step_of
 from sunspot.run.failures import LOST_PEER
-from sunspot.train.learner import Learner
+from sunspot.train.learner import Learner, load_rest
 from sunspot.train.worker import Worker, close_outputs
 
 CLOSED_WITHIN_S = 3.0
@@ -55,18 +57,15 @@ CLOSED_WITHIN_S = 3.0
 OUTPUTS_S = 1.0
 """Maximum number of seconds that a new group waits for storage to take the logs and metrics of the previous group."""
 
-CHECK_EVERY_S = 0.1
-"""Seconds between two checks for a lost member while a group forms."""
-
 GROUP_TRIES = 3
-"""Number of consecutive groups without a step after which a process stops trying."""
+"""Number of failed groups after which a process stops trying (`Survivor._failed_groups`)."""
 
 STUCK_AFTER_S = 20.0
 """Seconds by which an operation may exceed its time limit before the process ends itself."""
 
 
 class NoGroupError(RuntimeError):
-    """Raised after GROUP_TRIES consecutive groups without a step, or if a replacement's first group does not form."""
+    """Raised after GROUP_TRIES failed groups, or if a replacement's first group does not form."""
 
 
 class Survivor:
@@ -80,16 +79,21 @@ class Survivor:
         self._address = address
         self._device = ray.train.torch.get_device()
         self.replicas = replicas
-        self._groups = ProcessGroups(self._device, limit_s, (address.host, address.port), replicas)
+        self.groups = ProcessGroups(self._device, limit_s, (address.host, address.port), replicas)
         context = ray.get_runtime_context()
         name = f"{context.get_actor_id()}-{process_name()}"  # `replace_lost_alone` looks for the actor id
         member = Member(name, context.get_node_id(), host=socket.gethostname())
-        self._client = MembershipClient(address, member, self._groups.break_collectives)
+        self._client = MembershipClient(address, member, self.groups.break_collectives)
         self._worker: Worker | None = None
         self._trained = False
         "True once this process has trained in a group."
         self._failed_groups: list[str] = []
-        "Reason for each group without a step since this process's newest step."
+        """Reasons for the failed groups since a group in which this process took a step.
+
+        A group has failed if it did not form although no member was known to be lost, or if it took no step because the
+        driver considered this process lost. A group does not count as failed if it ended for another reason, such as
+        the loss of another worker.
+        """
         self._connections = 0
         "Number of connections that the client had made when the newest group formed."
         self._outputs: Future[None] | None = None
@@ -102,7 +106,7 @@ class Survivor:
         self.committer: CheckpointCommitter | None = None
         "The committer that began this process's newest commit, which may still be running."
         self.kept: tuple[LiveState, StateMetadata] | None = None
-        "Name and position of the complete state that this process has, or None if it has none."
+        "Name of the complete state that this process has, and everything else but its tensors. None without a state."
 
     def __enter__(self) -> Self:
         self.others_train = self._client.connect()
@@ -183,18 +187,6 @@ class Survivor:
         self._memory = self._memory or NodeMemory(location, warns=first)
         return self._memory
 
-    def align(self, live: bool, build: Callable[[], Learner], shard: int = 0) -> None:
-        """Make sure that either all members of a group have a learner, or none of them does.
-
-        If the group continues a `live` state, members keep their learners. A member without a learner builds one
-        alone, and so does a member whose `shard` has changed (hsdp). If the group loads a saved state instead, all
-        members free their learners, and build new ones together later.
-        """
-        if self.learner and not (live and self.learner.place.shard == shard):
-            self.forget()
-        if live:
-            self.prepare(build)
-
     def forget(self) -> None:
         """Free this process's learner, metrics and state."""
         self.learner = self.window = self.kept = None
@@ -210,13 +202,13 @@ class Survivor:
         """Join the next group, form it with the other members, and return this worker's place in it.
 
         Returns None if no other group forms. Raises `DriverUnreachableError` if the driver does not answer, and
-        `NoGroupError` after GROUP_TRIES consecutive groups without a step. A replacement gets only one attempt, because
-        the others wait for it.
+        `NoGroupError` after GROUP_TRIES failed groups. A replacement gets only one attempt, because the others wait
+        for it.
         """
         while True:
             step = step_of(self.kept[0].checkpoint) if self.kept else None
             with ended_after(FORM_LIMIT_S + STUCK_AFTER_S, "it left its group"):
-                self._groups.discard()
+                self.groups.discard()
             if len(self._failed_groups) >= GROUP_TRIES:
                 groups = plural(len(self._failed_groups), "group")
                 raise NoGroupError(f"{groups} in a row took no step: {self._failed_groups[-1]}")
@@ -235,7 +227,7 @@ class Survivor:
                     self._note_unformed(generation, took_s, error)
                 continue
             nodes = [member.node for member in generation.members]
-            return WorkerPlace(group, rank, len(nodes), self._device, nodes, self._groups.sums, self.replicas)
+            return WorkerPlace(group, rank, len(nodes), self._device, nodes, self.groups.sums, self.replicas)
 
     def _wait_outside(self) -> None:
         """Free this process's learner and state, because it does not train again until more workers are wanted."""
@@ -245,8 +237,9 @@ class Survivor:
     def _form(self, generation: Generation, rank: int) -> dist.ProcessGroup:
         size = len(generation.members)
         limit_s = FORM_LIMIT_S + (NCCL_LIMIT_S if self._device.type == "cuda" else 0)
-        with ended_after(limit_s + STUCK_AFTER_S, f"a group of {size} formed"), self.forming():
-            return self._groups.form(partial(self._open_store, generation.number), rank, size, FORM_LIMIT_S)
+        until = f"a group of {size} formed"
+        with ended_after(limit_s + STUCK_AFTER_S, until), self.groups.forming(self.is_closed):
+            return self.groups.form(partial(self._open_store, generation.number), rank, size, FORM_LIMIT_S)
 
     def _note_unformed(self, generation: Generation, after_s: float, error: RuntimeError) -> None:
         """Record that a group did not form, although no member is known to be lost."""
@@ -260,13 +253,6 @@ class Survivor:
         if self.replaces:
             raise NoGroupError(why) from error
 
-    @contextmanager
-    def forming(self) -> Iterator[None]:
-        """Context manager for forming process groups. They are aborted as soon as their generation is closed."""
-        # The process may hear of a loss before it has a socket to close, so this checks again and again.
-        with self._groups.forming(), Background(CHECK_EVERY_S, self._break_if_closed):
-            yield
-
     def _open_store(self, generation: int) -> Any:
         """Open the store in which the members of a generation find each other."""
         host, port = self._address.host, self._address.store_port
@@ -274,34 +260,68 @@ class Survivor:
         store = dist.TCPStore(host, port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
         return dist.PrefixStore(str(generation), store)  # type: ignore[attr-defined]
 
-    def _break_if_closed(self) -> None:
-        if self._client.closed(0.0) or self._groups.overdue:
-            self._groups.break_collectives()
-
     def is_closed(self) -> bool:
-        """Return True if the group has ended, even if this worker was alone in it and no collective fails."""
+        """Return True if the group has ended. No collective reveals this to a worker that was alone in it."""
         return self._client.closed(0.0)
 
     def regroups(self) -> bool:
         """Return True if the members should form another group after the current step."""
         return self._client.changing
 
-    def hand_over(self, place: WorkerPlace, holders: SurvivingState, total_steps: int) -> TrainingState:
-        """Return the state to continue from, which its `holders` send. All workers of the group call this together."""
-        saved = self.learner.saved() if self.learner and self.kept else None
-        return hand_over(place, holders, saved, self.kept[1] if self.kept else None, total_steps)
+    def continue_from(
+        self,
+        place: WorkerPlace,
+        start: StartPoint,
+        build: Callable[[], Learner],
+        watchdog: Watchdog,
+        control: ControlClient,
+    ) -> TrainingState:
+        """Bring this process to the live state of `start`, and return this state. All workers call this together.
 
-    @contextmanager
-    def replacing_state(self, attempt: Attempt, state: TrainingState) -> Iterator[None]:
-        """Context manager for loading the received state.
+        A process without a learner, such as a replacement, builds one with `build`, and so does a process whose shard
+        has changed (hsdp). A process that lacks the newest state receives it from another process. The result contains
+        tensors only on a process that has received the state.
 
-        After the state has been loaded, it is kept in case the group ends before its first step.
+        Raises `RegroupError` on all workers if their parameters differ even after that. In this case, no worker keeps
+        its state, so the next group returns to the newest copy or checkpoint.
+        """
+        assert start.live
+        with watchdog.paused():
+            if self.learner and self.learner.place.shard != place.shard:
+                self.forget()
+            self.prepare(build)
+        learner = self.learner
+        assert learner
+        saved, metadata = (learner.saved(), self.kept[1]) if self.kept else (None, None)
+        state = hand_over(place, start.live, saved, metadata, learner.plan.total_steps)
+        with watchdog.paused():
+            learner.move(place)
+            if state.model is not None:
+                self._load(learner, start.attempt, state)
+        if not same_parameters(learner.model, place):
+            if place.rank == 0:
+                text = (
+                    "the workers' parameters differ, which happens with processors of different kinds; "
+                    "all workers return to the newest copy"
+                )
+                control.send(ControlChannel.log, f"step {start.attempt.step}: {text}")
+            self.forget()
+            raise RegroupError
+        return state
+
+    def _load(self, learner: Learner, attempt: Attempt, state: TrainingState) -> None:
+        """Load a state that was received from another process. Until it is loaded, this process has no usable state.
+
+        Afterwards, the state is kept, in case the group ends before its first step.
         """
         assert state.taken is not None
         self.kept = None
-        yield
+        weights = shard_model_state(learner.model, state.model)
+        load_weights(learner.model, weights, str(attempt.starts_from))
+        load_rest(state, learner.model, learner.optimizer)
         name = checkpoint_name(attempt.step, attempt.number, attempt.nonce)
-        self.kept = LiveState(name, state.evaluated), StateMetadata(state.metrics, state.taken, state.ledger)
+        live = LiveState(name, state.evaluated, learner.place.shard, learner.place.shards)
+        self.kept = live, StateMetadata(state.metrics, state.taken, state.ledger)
 
     def begin(self, worker: Worker) -> None:
         """Record that this process begins to train with `worker`."""

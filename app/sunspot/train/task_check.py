@@ -46,7 +46,7 @@ from sunspot.run.checkpoints import Checkpoint
 from sunspot.run.failures import describe_failure
 from sunspot.run.history import format_metric, model_metrics
 from sunspot.settings import PREFIX, Settings
-from sunspot.tasks import describe_misspelt, load_predict, load_task
+from sunspot.tasks import describe_misspelled, load_predict, load_task
 from sunspot.tasks.defaults import optimizers_in
 from sunspot.tracking.process import refuse_unusable
 from sunspot.train.build import build_learner, describe_rates
@@ -171,7 +171,7 @@ def check(settings: Settings) -> TaskCheck:
     with checked.part("import and data"):
         task = load_task(settings)
         plan = make_plan(with_absolute_paths(settings), task)
-        for note in (*describe_misspelt(task), *notes_on(plan.source, plan.test)):
+        for note in (*describe_misspelled(task), *notes_on(plan.source, plan.test)):
             log.warning(note)
     with tempfile.TemporaryDirectory() as scratch:
         instead = {name: value for name, (value, _) in NOT_CHECKED.items()} | INSTEAD | {"storage_path": scratch}
@@ -373,7 +373,7 @@ def refuse_other_losses(before: torch.Tensor, after: torch.Tensor, task: str) ->
 
 
 def predict(learner: Learner, checked: TaskCheck) -> None:
-    """Predict the newest rows with the task. Raises `SettingsError` if the results are not valid scores."""
+    """Call the task's `predict` on the newest rows. Raises `SettingsError` if it does not return valid scores."""
     if not learner.task.predict:
         return
     settings = learner.plan.settings

@@ -1,7 +1,7 @@
-"""Decides whether a step counts when another worker is lost, and undoes a step that does not count.
+"""Restores the state from before a step that does not count (`step_guard.StepGuard`).
 
-`StepGuard` decides, and `StepUndo` restores the state. The next group takes an undone step again, so each survivor
-needs the state after the previous step. When the worker is lost, the step may already have changed:
+The next group takes an undone step again, so each survivor needs the state after the previous step. When a worker is
+lost, the interrupted step may already have changed:
 
 - buffers, such as the running statistics of batch norm, which change in each forward pass;
 - frozen parameters, such as a teacher that follows the weights (MoCo, BYOL);
@@ -9,25 +9,25 @@ needs the state after the previous step. When the worker is lost, the step may a
 - trainable parameters that change before their optimizer's step, such as weights that are perturbed by hand (SAM) or an
   embedding with `max_norm`.
 
-The first three are restored from copies. There is no copy of the last kind, or of a tensor that changes for the first
-time. If PyTorch's count of in-place changes (`_version`) reveals such a change, this process has no state to continue
-from. It gets another worker's state, or all workers return to the newest copy in memory or in storage.
+The first three are restored from copies. Parameters of the last kind have no copies, and neither have frozen parameters
+that are not known to change. If PyTorch's count of in-place changes (`_version`) reveals that a parameter without a
+copy has changed, this process has no state to continue from. It gets another worker's state, or all workers return to
+the newest copy in memory or in storage.
 """
 
 from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from sunspot.checkpoint.snapshot import OptimizerOnlyParameters
-from sunspot.elastic.membership_channel import RegroupError
 from sunspot.formatting import plural
-from sunspot.parallel.collectives import WorkerPlace, sum_of_bits
+from sunspot.parallel.collectives import sum_of_bits
 from sunspot.parallel.sharding import parameters_of
 
 log = logging.getLogger(__name__)
@@ -40,103 +40,6 @@ Later they are compared only after a loss, and parameters that have changed are 
 
 IMMUTABLE = (int, float, str, bool, type(None))
 """Types in an optimizer's state that need no copy."""
-
-
-class StepGuard:
-    """Makes sure that each step of a worker in one group either counts as a whole or is undone.
-
-    A step is complete once the optimizer has taken its step, and `accept` has been called. On a GPU, the sums of a
-    complete step may still turn out to be wrong (`SumGuard`). Until `confirm` has waited for the GPU, the step is in
-    doubt and does not count. After the end of the group, `settle` counts the newest step if it is complete, and `undo`
-    undoes a step that does not count.
-    """
-
-    def __init__(self, undo: StepUndo | None, place: WorkerPlace, cancellable: Optimizer | None) -> None:
-        """Guard the steps that a worker takes in the group of `place`.
-
-        `undo` is None if the next group does not use this process's state. `cancellable` is the optimizer whose step
-        the GPU may cancel, or None if the loop may change parameters after the optimizer's step.
-        """
-        self._undo = undo
-        self._place = place
-        self._cancellable = cancellable
-        self._cancelled = False
-        "True if the GPU has cancelled the newest step."
-        self._count: Callable[[], None] | None = None
-        "The function that counts the newest step, or None once the step is counted."
-        if undo:
-            undo.keep()
-
-    def begin_step(self) -> None:
-        """Record that a step begins."""
-        if self._undo:
-            self._undo.begin_step()
-
-    def before_change(self, optimizer: Optimizer | None) -> None:
-        """Make sure that aborted sums change no parameters, and that a change by `optimizer` can be undone.
-
-        This waits until all sums are complete, unless the GPU itself can cancel the step because the optimizer is
-        fused. Raises `RegroupError` if sums were aborted.
-        """
-        undo = self._undo
-        sums = self._place.sums
-        if not undo or not sums:
-            return
-        if self._place.replicas:
-            # Either all workers have complete gradients, or none changes its shard. Otherwise, the shards that are left
-            # after a loss could belong to different steps.
-            self._place.replicas.await_all_workers(self._place.device)
-        self.confirm()
-        if optimizer and optimizer is self._cancellable and sums.can_cancel(optimizer) and undo.nothing_early:
-            sums.begin_step(optimizer)
-        else:
-            self.await_sums()
-        if optimizer:
-            undo.before_change(optimizer)
-
-    def await_sums(self) -> None:
-        """Wait until all sums so far are complete. Raises `RegroupError` if they were aborted."""
-        if self._place.sums and not self._place.sums.await_sums():
-            raise RegroupError
-
-    def accept(self, count: Callable[[], None]) -> None:
-        """Record that a step is complete. `count` is called now, or in `confirm` if the step is in doubt."""
-        self._count = count
-        in_doubt = self._place.sums is not None and self._place.sums.end_step()
-        if self._undo:
-            self._undo.accept(in_doubt)
-        if not in_doubt:
-            self.confirm()
-
-    def accept_evaluation(self) -> None:
-        """Keep the changes that an evaluation has made to the model."""
-        if self._undo:
-            self._undo.accept()
-
-    def confirm(self) -> None:
-        """Count the newest step, unless it has already been counted. Raises `RegroupError` if its sums were aborted.
-
-        If the step is in doubt, this waits until the GPU has taken it.
-        """
-        if not self._count:
-            return
-        if self._place.sums and not self._place.sums.confirm():
-            raise RegroupError
-        count, self._count = self._count, None
-        count()
-
-    def settle(self) -> None:
-        """After the end of the group, count the newest complete step, unless the GPU has cancelled it."""
-        self._cancelled = self._place.sums is not None and not self._place.sums.settle()
-        if not self._cancelled:
-            self.confirm()
-
-    def undo(self) -> bool:
-        """Restore the state after the newest step that counts, and return True if that was possible.
-
-        Call `settle` first. Returns False if the next group does not use this process's state.
-        """
-        return self._undo is not None and self._undo.put_back(self._cancelled)
 
 
 class StepUndo:
@@ -255,8 +158,9 @@ class StepUndo:
     def put_back_moving(self) -> bool:
         """Restore buffers and frozen parameters that change, and return True if all of them could be restored.
 
-        Buffers that are not persistent do not count, because they are not in checkpoints and the model can compute them
-        again. A buffer whose shape has changed, such as a table that grows with the rows, is left unchanged.
+        The result ignores buffers that are not persistent, because they are not in checkpoints and the model can
+        compute them again. A buffer whose shape has changed, such as a table that grows with the rows, is left
+        unchanged.
         """
         lost = self._copies.put_back(self._changeable())
         return all(isinstance(key, tuple) and key[1] in key[0]._non_persistent_buffers_set for key in lost)
@@ -291,7 +195,7 @@ class StepUndo:
         return {**held, **{each: each.detach() for each in self._moving}} if self._moving else held
 
     def _held_buffers(self) -> dict[Any, torch.Tensor]:
-        """Return the current buffers, keyed by module and name, because a forward pass may replace a buffer."""
+        """Return the current buffers. Keys are modules and names, because a forward pass may replace a tensor."""
         # Comparing them takes a twentieth of the time of the public `buffers()` (torch 2.15).
         buffers = [each for module in self._modules for each in module._buffers.values()]
         if len(buffers) != len(self._buffers) or not all(map(operator.is_, buffers, self._buffers)):
@@ -407,7 +311,7 @@ class OptimizerCopy:
         return self._values.keys()
 
     def take(self) -> None:
-        """Copy the optimizer's current values. Reuse the previous copy's memory if they fit."""
+        """Copy the optimizer's current values. Reuse the previous copy's memory if no shape has changed."""
         state = self._optimizer.state
         groups = self._optimizer.param_groups
         self._values = {each: dict(state.get(each, {})) for each in parameters_of(self._optimizer)}

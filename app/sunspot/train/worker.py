@@ -38,7 +38,7 @@ from sunspot.train.learner import Learner
 from sunspot.train.nan_watch import NanWatch
 from sunspot.train.profiler import StepProfiler
 from sunspot.train.reporter import Reporter
-from sunspot.train.undo import StepGuard
+from sunspot.train.step_guard import StepGuard
 
 log = logging.getLogger(__name__)
 
@@ -234,12 +234,17 @@ class Worker:
         """
         taken.ended = time.time()
         self.step_guard.accept(partial(self._count, taken))
+        if self._ends_epoch(taken.number):
+            self.step_guard.confirm()  # because the progress shows this step while the epoch is evaluated
+        in_doubt = self.step < taken.number
         self.watchdog.heartbeat(taken.number)
         self.telemetry.took_step(taken.number, taken.seconds)
         self.profiler.end_step(taken.number)
-        self.checkpoints.took_step(taken.number, taken.rows)
+        self.checkpoints.took_step(taken.number, taken.rows, in_doubt)
         if self.reporter:
-            self.reporter.took_step(taken.number, self.window, self._ends_epoch(taken.number))
+            # This writes the receipt after the group's first step, which is never in doubt: each group has a new
+            # `SumGuard`, which lets the device cancel only steps after the first one.
+            self.reporter.took_step(self.step, self.window, self._ends_epoch(taken.number))
             for text in self.learner.undo.warnings():
                 warn_once(log, text)
             if taken.number == self.group_start.step + 1:
@@ -259,7 +264,7 @@ class Worker:
     def _decide(self, taken: Step) -> StepActions:
         """Return the actions to take after a step.
 
-        Rank 0 broadcasts its choice. Everything else follows from the step's number, so all ranks decide the same.
+        Rank 0 broadcasts its choice. Everything else follows from the step's number, so all ranks agree.
         """
         agreed = self._decisions.agree(lambda: self.choose_actions(taken))
         step = taken.number
@@ -288,8 +293,8 @@ class Worker:
     def _end_if_diverged(self, record: MetricRecord, last: bool) -> None:
         """Raise `DivergedError` on all workers if the loss has been NaN or infinite for too long.
 
-        If no step follows (`last`), a single metric window without a finite loss is enough. The current state is not
-        saved, but earlier states reach storage first.
+        If no step follows (`last`), a single metric window without a finite loss is enough. Before the error is raised,
+        earlier states are written to storage. The current state is not saved.
         """
         error = self._nan_watch.verdict(last)
         if error:
@@ -299,10 +304,11 @@ class Worker:
             raise error
 
     def _drain(self) -> None:
-        """Wait until the newest state is in storage. All workers wait together.
+        """Wait until the newest snapshot is committed. All workers wait together.
 
-        Call this before a state with NaN weights is saved, which could otherwise replace the newest state. The lost
-        time does not matter, because training with NaN weights is useless.
+        Call this before a state with NaN weights is saved, because its snapshot replaces a snapshot whose commit has
+        not begun.
+        The lost time does not matter, because training with NaN weights is useless.
         """
         with self.watchdog.paused():
             run_on_all_ranks(self._group, self.checkpoints.drain)
@@ -315,7 +321,7 @@ class Worker:
             self.checkpoints.begin_step(step.number, step.rows, step.size)
 
     def _leave_closed_group(self) -> None:
-        """Raise `RegroupError` if the group has ended, even if this worker was alone in it and no collective fails."""
+        """Raise `RegroupError` if the group has ended. No collective reveals this to a worker that was alone in it."""
         if self.group_start.is_closed and self.group_start.is_closed():
             raise RegroupError
 
@@ -393,7 +399,7 @@ class Worker:
         return stop
 
     def _evaluate(self) -> Evaluation:
-        """Evaluate the held-out rows. The run stops if the results have not improved for long enough."""
+        """Evaluate the held-out rows. The run stops after too many evaluations without an improvement."""
         if self.learner.plan.settings.ema:
             self.checkpoints.wait_for_copy()  # the averaged weights replace the trained ones during the evaluation
         results, stop, restart = evaluate(self.learner, self.commands.poll, self._heartbeat)
@@ -438,7 +444,7 @@ class Worker:
         raise restart
 
     def _drain_limit_s(self) -> float | None:
-        """Return how many seconds the last commit may take, and then the last output, or None for no limit."""
+        """Return the maximum number of seconds for the last commit or for the last output, or None for no limit."""
         command = self.commands.poll()
         if command.deadline is not None:
             left_s = max(0.0, command.deadline - time.time() - DEADLINE_MARGIN_S)

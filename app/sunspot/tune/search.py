@@ -98,7 +98,8 @@ class RunningSearch:
     def end_trial(self, number: int, error: str) -> None:
         """Record and print how a trial ended.
 
-        Nothing is printed if storage fails, because the results will include the same line.
+        If the trial cannot be read from storage, this prints nothing. The table at the end of the search includes the
+        trial.
         """
         self.errors[number] = error
         with suppress(StorageError):

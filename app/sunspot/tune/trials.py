@@ -243,7 +243,7 @@ class HistoryReplay:
         "The segments of the history that have been read."
 
     def new(self) -> list[dict[str, float]]:
-        """Return the results since the last call. If there are none, this costs a small listing and a read at most."""
+        """Return the results since the last call. If there are none, this costs at most a small listing and a read."""
         status = read_status(self._run)
         if not status or not status.total_steps or status.time == self._status_time:
             return []

@@ -187,7 +187,7 @@ def _is_drawn(value: Any) -> bool:
 
 
 def _choose_places(segments: Sequence[Segment]) -> list[tuple[Entry, int]]:
-    """Return an object and an offset for each of several evenly spaced windows, and for the last window."""
+    """Choose evenly spaced windows and the last window. Return the object and the offset of each window."""
     total = sum(segment.entry.size for segment in segments)
     wanted = [total * number // PLACES for number in range(PLACES)] + [total - 1]
     chosen: dict[tuple[Entry, int], None] = {}

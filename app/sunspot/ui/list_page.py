@@ -25,7 +25,7 @@ MAX_REASON = 160
 """Largest number of characters of a reason in the list. The run's own page shows the whole reason."""
 
 SIGNS = {**STATE_SIGNS, RunState.SILENT: ("!", "bad"), RunState.RUNNING: ("●", "good")}
-"""The symbol and colour of each state in the list."""
+"""The symbol and color of each state in the list."""
 
 COLUMNS = ("run", "state", "steps", "held out", "loss", "checkpoint", "incidents", "cost", "last sign of life")
 
@@ -124,11 +124,11 @@ def _values(seen: RunSeen, curve: Curve, now: float) -> Iterator[Html | None]:
     """Yield the row's values in the columns after the name. Unknown values are None."""
     status = seen.progress
     state, why = describe_state(seen)
-    sign, colour = SIGNS.get(seen.state, ("", "")) if state else ("?", "bad")
+    sign, color = SIGNS.get(seen.state, ("", "")) if state else ("?", "bad")
     if state in (RunState.RUNNING, RunState.SUCCEEDED):
         why = status.nan_warning if status and state == RunState.RUNNING else ""
     why = why if len(why) <= MAX_REASON else f"{why[: MAX_REASON - 1]}…"
-    shown = element("span", f"{sign} {state or 'not known'}".strip(), class_=f"state {colour}".strip())
+    shown = element("span", f"{sign} {state or 'not known'}".strip(), class_=f"state {color}".strip())
     yield join([shown, element("small", why)])
     if status is None:
         yield from [None] * (len(COLUMNS) - 3)

@@ -67,7 +67,7 @@ class PageProcess:
         return page
 
     def close(self) -> None:
-        """End the process. The next request starts a new process."""
+        """Stop the process. The next request starts a new one."""
         process, self._process = self._process, None
         if process:
             process.kill()
@@ -118,7 +118,7 @@ def main(pipe: int, limit: int, storage_path: str) -> None:
 
 
 def _read(storage: ReadOnlyStorage, read: PageReader, names: Sequence[str]) -> tuple[RunPage | SunspotError, bool]:
-    """Return the page or an error, and whether the process must end because some of its threads are still running."""
+    """Return the page or an error, and whether the process must exit because some of its threads are still running."""
     what = f"reading {' and '.join(names)}"
     deadline = ProgressDeadline(DEADLINE_S, what)
     try:

@@ -46,8 +46,8 @@ class RefreshingValue(Generic[Value]):
     def __init__(self, what: str, read: Callable[[], Value], every_s: float, limited: bool = True) -> None:
         """Prepare to call `read` at most every `every_s` seconds. `what` describes the read in messages.
 
-        A read has a time limit, unless `limited` is False. Set it to False only if `read` always returns, even if
-        storage does not answer.
+        A read has a time limit, unless `limited` is False. Pass False only if `read` always returns, even if storage
+        does not answer.
         """
         self._what = what
         self._read = read

@@ -22,7 +22,7 @@ BACK = element("nav", element("a", "All runs", href="/"), aria_label="Back")
 
 @dataclass(frozen=True)
 class Log:
-    """The end of one process's output."""
+    """The tail of one process's log, and the names of the run's other logs."""
 
     stream: str
     text: str
@@ -58,7 +58,7 @@ def show_run(report: Report) -> Html:
 
 
 def show_log(run: str, log: Log | None) -> Html:
-    """Return the end of a run's log, with links to its other logs."""
+    """Return the tail of a run's log, with links to its other logs."""
     if not log:
         return paragraph("No process of this run has shipped output yet.")
     lines = element("pre", join(log.text.splitlines(), "\n"), tabindex="0", aria_label=f"the end of {log.stream}")

@@ -165,9 +165,9 @@ def _await(value: RefreshingValue[Any], known: bool = False) -> Reading[Any]:
 
 
 def read_log(run: Run, stream: str) -> Log | None:
-    """Return the end of the log `stream`, or None if the run has no logs.
+    """Return the tail of the log `stream`, or None if the run has no logs.
 
-    If the run has no log of this name, return the end of the newest driver's log.
+    If the run has no log of this name, return the tail of the newest driver's log.
     """
     streams = sorted(list_streams(run), key=lambda name: (name.startswith("driver"), name), reverse=True)
     if not streams:

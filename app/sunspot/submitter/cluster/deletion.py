@@ -94,7 +94,7 @@ class RunContents:
 
     @property
     def objects(self) -> list[dict[str, str]]:
-        """The run's RayJobs and the Kubernetes objects that are deleted with them, but no shared RayClusters."""
+        """The run's RayJobs and the Kubernetes objects that are deleted with them, except shared RayClusters."""
         jobs = self.snapshot.cluster.jobs
         own = {job.cluster for job in jobs if not job.borrows_cluster}
         pods = [pod for pod in self.snapshot.cluster.pods if pod.cluster in own]
@@ -168,7 +168,7 @@ def find_contents(access: RunAccess) -> RunContents:
     going = bool(snapshot.job and snapshot.job.deleting)
     if any(job.live for job in snapshot.cluster.jobs) or not (state.terminal or going):
         unseen = f" (the cluster was not searched: {snapshot.cluster.trouble})" if snapshot.cluster.trouble else ""
-        advice = f"`sunspot stop {access.arguments}` saves and ends it, then delete it"
+        advice = f"`sunspot stop {access.arguments}` makes it save and stop; then delete it"
         raise ConflictError(f"{run.name} is live, so nothing was removed: {state}, {reason}{unseen}; {advice}")
     own, foreign = _list(run)
     if (own or foreign) and not snapshot.storage.summary.deleting and not holds_run(run.name, own):
@@ -185,7 +185,7 @@ def find_contents(access: RunAccess) -> RunContents:
 
 
 def find_left(access: RunAccess) -> RunContents | None:
-    """Find what is left of a run after its deletion failed. Returns None if the cluster or storage is unreachable."""
+    """Find what remains of a run after its deletion failed. Returns None if the cluster or storage is unreachable."""
     run = access.run
     with contextlib.suppress(SunspotError):
         snapshot = access.observe(lambda job: is_kept_in(job, run))
@@ -275,7 +275,7 @@ def _empty(run: Run) -> None:
 def _refuse_if_written(run: Run, entries: Sequence[Entry]) -> None:
     if entries:
         names = ", ".join(entry.key.removeprefix(run.key("")) for entry in entries[:MAX_NAMED])
-        alive = "so a process of the run is still alive somewhere. It can no longer commit a checkpoint; end it"
+        alive = "so one of the run's processes is still alive. It can no longer commit a checkpoint; stop it"
         raise ConflictError(f"{run.location}: objects keep appearing ({names}), {alive}, and delete again")
 
 

@@ -1,10 +1,10 @@
 """Moves runs between the places of a profile while `sunspot wait` watches them.
 
 1. `may_consider` decides from the run's RayJob and status whether a move may help the run.
-2. Once a minute, `Mover` calls `places.choose_place` with what happened to this and other runs in each place.
+2. Once a minute, `Mover` calls `places.choose_place` with the experience of this and other runs in each place.
 3. `moving.move_run` renders the RayJob's request (see `applied`) for the chosen place, and moves the run there.
 
-If a mover ends during a move, nothing is lost: the drivers complete the move, and the next mover follows the move.
+If `sunspot wait` exits during a move, nothing is lost: the drivers complete the move, and the next `Mover` follows it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SETTLED_AFTER_S = 120.0
 
 
 CLAIMED_WITHIN_S = 180.0
-"""Seconds within which the new workers claim a run after its old driver has ended for a move."""
+"""Seconds within which the new workers claim a run after its old driver has stopped for a move."""
 
 
 def may_consider(snapshot: RunSnapshot, now: float) -> bool:
@@ -50,7 +50,7 @@ def may_consider(snapshot: RunSnapshot, now: float) -> bool:
 
     A run is not moved if it has ended, or if something other than its newest RayJob trains it. If a run has no driver
     yet, a move is considered after NODES_WITHIN_S. If its driver is silent, a move is considered after LOST_AFTER_S,
-    because the operator may replace the head.
+    because the operator might replace the head before then.
     """
     job, seen = snapshot.job, snapshot.storage
     status = seen.status
@@ -67,7 +67,7 @@ def may_consider(snapshot: RunSnapshot, now: float) -> bool:
 
 
 def is_stranded(snapshot: RunSnapshot, now: float) -> bool:
-    """Return True if the newest RayJob ended to let the run move, but no other RayJob claimed the run in time."""
+    """Return True if the newest RayJob stopped to let the run move, but no other RayJob claimed the run in time."""
     job, status = snapshot.job, snapshot.storage.status
     if not job or not status or not owns(job, status.owner):
         return False
@@ -114,7 +114,7 @@ class Mover:
     def attend(self, access: RunAccess, snapshot: RunSnapshot) -> Submission | None:
         """Begin to move the run in the background if another place is better.
 
-        Returns the new RayJob once the run has moved, and None before.
+        Returns the new RayJob once the run has moved, and None until then.
         """
         name, now = access.run.name, time.monotonic()
         if name in self._moves:
@@ -137,7 +137,7 @@ class Mover:
         return self._move(access.run.name, request, reason) if request else None
 
     def close(self, name: str) -> None:
-        """Wait until a move of the run is undone, if the run has ended before the move was complete."""
+        """Wait until a move of the run is undone. Call this if the run has ended before the move was complete."""
         wait([move for move in [self._moves.pop(name, None)] if move], GONE_WITHIN_S)
 
     def _choose(self, access: RunAccess, snapshot: RunSnapshot) -> tuple[JobRequest | None, str]:

@@ -1,7 +1,7 @@
 """Moves a live run to another place of its profile.
 
 1. `move_run` renders and applies a RayJob in the new place (`placing`). The run keeps training in the old place.
-2. When the new workers are ready, they ask the old driver to save and end, and then claim the run (`run.handover`).
+2. When the new workers are ready, they ask the old driver to save and stop, and then claim the run (`run.handover`).
 3. `move_run` deletes the old RayJob. If the new driver does not start in time, `move_run` deletes the new RayJob
    instead.
 
@@ -120,11 +120,16 @@ def _describe_failure(submission: Submission) -> str:
     return f"its RayJob {job.name} has ended: {job.message or job.deployment_status}" if job.terminal else ""
 
 
-def _find_claim(submission: Submission, before: Status) -> Attempt | None:
-    """Return the submission's attempt, or None until its workers have claimed the run and chosen where to start."""
-    attempts = attempts_with_start(read_attempts(submission.access.run))
+def _find_claims(submission: Submission, before: Status) -> list[Attempt]:
+    """Return the attempts that the submission's workers have claimed, oldest first."""
+    attempts = read_attempts(submission.access.run)
     newer = [(attempt, Owner.parse(attempt.owner)) for attempt in attempts if attempt.number > before.attempt]
-    return next((each for each, by in newer if (by.job, by.place) == (submission.job, submission.place)), None)
+    return [each for each, by in newer if (by.job, by.place) == (submission.job, submission.place)]
+
+
+def _find_claim(submission: Submission, before: Status) -> Attempt | None:
+    """Return the submission's attempt, or None until its workers have claimed the run and chosen a starting point."""
+    return next(iter(attempts_with_start(_find_claims(submission, before))), None)
 
 
 def _undo(submission: Submission, before: Status, left: RunJob) -> Attempt | None:
@@ -148,10 +153,26 @@ def _undo(submission: Submission, before: Status, left: RunJob) -> Attempt | Non
     while True:
         status = read_status(run)
         ended = status and status.owner == before.owner and left_for_move(status)
-        if ended or _find_claim(submission, before):
-            access = RunAccess(run, left.cluster)
-            resume_run(access, access.observe())
+        if ended or _find_claims(submission, before):  # even workers without a start have superseded the old ones
+            _start_again(RunAccess(run, left.cluster), left)
             return None
         if time.monotonic() > deadline:
             return None
         time.sleep(POLL_EVERY_S)
+
+
+def _start_again(access: RunAccess, left: RunJob) -> None:
+    """Replace the old RayJob, whose driver has ended or is superseded, with a new one that owns the run.
+
+    Raises `ClusterError`, with the command that does this later, if the old cluster does not answer.
+    """
+    try:
+        snapshot = access.observe()
+        if not snapshot.cluster.trouble:
+            left.delete()
+        resume_run(access, snapshot, take_over=True)  # the new workers may have lived a moment ago
+    except ClusterError as error:
+        raise ClusterError(
+            f"{access.run.name} has stopped for its move, and could not be started again in {left.place}: {error}; "
+            f"`sunspot resume {access.arguments}` starts it there"
+        ) from error

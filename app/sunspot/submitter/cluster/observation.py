@@ -121,7 +121,7 @@ class RunAccess:
     def combine(self, seen: ClusterSeen, storage: RunSeen) -> RunSnapshot:
         """Combine what was seen in the cluster and in storage into a snapshot.
 
-        If the cluster has no RayJob of the run, finds out whether a RayJob was deleted.
+        If the cluster has no RayJob for the run, also find out whether one was deleted.
         """
         gone = None
         if self.cluster and not seen.trouble and not seen.jobs and storage.exists:

@@ -72,7 +72,7 @@ def context_of(request: JobRequest) -> str | None:
 def submit_in_place(cluster: Cluster, rendered: Rendered, dry_run: bool = False, take_over: bool = False) -> Submission:
     """Submit a job like `submit`, and delete the RayJob that the run left in another place.
 
-    A RayJob whose driver is alive is not deleted, because it ends by itself once the new one takes the run over.
+    A RayJob whose driver is alive is not deleted, because that driver stops once the new one takes over the run.
     """
     left = _find_left_job(rendered) if rendered.request.place and not dry_run else None
     if left and (left.cluster.server, left.cluster.namespace) == (cluster.server, cluster.namespace):
@@ -146,7 +146,7 @@ class Prospects:
     goal: Goal
 
     def choose(self, without: Collection[str] = ()) -> Choice:
-        """Choose a place that is not in `without`. Raises `ValueError` if no place is left."""
+        """Choose a place that is not in `without`. Raises `ValueError` if no place remains."""
         offers = [offer for offer in self.offers if offer.place not in without]
         return choose_place(offers, self.known, self.situation, self.goal)
 
@@ -173,9 +173,9 @@ def read_prospects(request: JobRequest, failures: Sequence[Sighting] = ()) -> Pr
     saved_gb = state_gb * HOUR_S / max(every_s, save_s) if every_s else 0.0
 
     def offer(place: Place) -> Offer:
-        """Return a place's offer.
+        """Return the result of `_make_offer` for a place, with the cost of traffic added to the price.
 
-        The price includes the traffic of saving checkpoints and, after a move, of loading one.
+        Traffic is caused by saving checkpoints and, after a move, by loading a checkpoint.
         """
         found = _make_offer(rendered[place.name])
         loaded_gb = 0.0 if place.name == situation.place else state_gb
@@ -196,7 +196,7 @@ def _render_everywhere(request: JobRequest, places: dict[str, Place]) -> dict[st
 
 
 def _make_offer(rendered: Rendered) -> Offer:
-    """Return the price of the head and of the largest number of pods in the first group of training pods."""
+    """Return a place's offer. The price is for the head and the full first training group, without traffic."""
     profile = choose_profile(rendered.request)
     price = None
     if rendered.pods:  # a job in an existing cluster has no pods of its own
@@ -224,7 +224,7 @@ def _read_details_if_begun(run: Run) -> RunDetails | None:
 
 
 def _find_work(status: Status | None, settings: Settings) -> float | None:
-    """Return the remaining seconds of training with the maximum number of workers, or None if this is unknown."""
+    """Return how many more seconds the run would train with its maximum number of workers, or None if unknown."""
     if not status or not status.step_time_s or not status.total_steps:
         return None
     share = min(1.0, status.world_size / settings.num_workers.most) if status.world_size else 1.0

@@ -4,7 +4,7 @@ Each local connection serves one request. The request's head is changed so that 
 afterwards. All other bytes pass unchanged, so request bodies, streams and WebSockets work.
 
 The connection to the pod is a WebSocket through the API server. Each message starts with a channel number: 0 for data
-and 1 for an error. The first message of each channel only repeats the port. Closing the WebSocket closes both
+and 1 for an error. The first message of each channel contains only the port. Closing the WebSocket closes both
 directions. The Kubernetes client's own `PortForward` is not used, because its requests hang after a connection is
 reset, and because it patches a method of the client that all threads share.
 """

@@ -76,7 +76,7 @@ def check(cluster: Cluster, run: Run, manifest: dict[str, Any]) -> tuple[JobView
 
 
 def find_queue_problem(expected: JobView) -> Iterator[Check]:
-    """Yield a failed check if a new RayJob has a queue that Kueue ignores. `expected` is a dry run's result."""
+    """Yield a failed check if a RayJob has a queue, but Kueue does not manage it. `expected` is a dry run's result."""
     if expected.queue and not expected.version and not expected.spec.get("suspend"):
         what = f"queue {expected.queue}: Kueue does not manage this job, so the job would ignore the queue's quota"
         install = "install Kueue with ray.io/rayjob among its integrations, and let it manage this namespace"

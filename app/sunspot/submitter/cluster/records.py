@@ -20,7 +20,7 @@ from sunspot.storage.base import Storage
 from sunspot.submitter.cluster.api import Cluster
 from sunspot.submitter.cluster.gone_jobs import find_gone_job
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot
-from sunspot.submitter.cluster.state import ClusterSeen, count_workers, judge, wanted_workers
+from sunspot.submitter.cluster.state import ClusterSeen, count_workers, judge, wanted_workers, without_next_job
 from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.manifest.pods import RUN_LABEL
 from sunspot.submitter.manifest.render import STORAGE_PATH, settings_of
@@ -94,6 +94,8 @@ class StatusRecord(Record):
     incidents: int | None = None
     incidents_by_cause: dict[str, int] | None = None
     steps_replayed: int | None = None
+    replayed_at_least: bool | None = None
+    "True if more than `steps_replayed` steps may have been repeated."
     warning: str | None = None
     nan_since: int | None = None
     save_s: Number | None = None
@@ -139,7 +141,8 @@ class ListRecord(Record):
 def make_status_record(access: RunAccess, snapshot: RunSnapshot, details: RunDetails | None) -> StatusRecord:
     """Return the record of one run. `details` is None if storage has no files of the run yet, or cannot be read."""
     run = access.run
-    status, job = snapshot.storage.status, snapshot.job
+    seen, status = without_next_job(snapshot.cluster, snapshot.storage), snapshot.storage.status
+    job = seen.job
     state, reason = snapshot.state()
     is_current = not state.terminal and state is not RunState.SILENT
     logs = run.storage.locate(run.key("logs"))
@@ -168,6 +171,7 @@ def make_status_record(access: RunAccess, snapshot: RunSnapshot, details: RunDet
         record.incidents = len(details.incidents)
         record.incidents_by_cause = details.incidents_by_cause
         record.steps_replayed = details.steps_replayed
+        record.replayed_at_least = details.replayed_at_least
     if status:
         record.workers_running = status.world_size if is_current else 0 if state.terminal else None
         of_goal = forecast(details).warnings if details else []
@@ -179,7 +183,7 @@ def make_status_record(access: RunAccess, snapshot: RunSnapshot, details: RunDet
         record.memory_every = status.memory_every
         record.where = Owner.parse(status.owner).record()
     if job and access.cluster:
-        record.pods_wanted, running = count_workers(snapshot.cluster, job)
+        record.pods_wanted, running = count_workers(seen, job)
         record.pods_running = None if snapshot.cluster.unseen_pods else running
         record.job = job.name
         wanted = wanted_workers(job, snapshot.storage)

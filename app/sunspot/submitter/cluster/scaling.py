@@ -104,7 +104,7 @@ def _require_scalable(access: RunAccess, snapshot: RunSnapshot, wanted: WorkerRa
 
 
 def _wait_for_size(access: RunAccess, attempt: Attempt, wanted: WorkerRange, timeout: float) -> Attempt:
-    """Wait until no more workers train than `wanted` allows, and return the run's newest attempt."""
+    """Wait until at most `wanted.most` workers are training, and return the run's newest attempt."""
     run: Run = access.run
     deadline = time.monotonic() + timeout
     while attempt.metadata.world_size > wanted.most:
@@ -130,9 +130,9 @@ class WorkerPods:
     def resize(self, workers: int, hosts: Collection[str] = (), dry_run: bool = False) -> list[str]:
         """Limit the number of pods to what `workers` workers need, and remove pods beyond this limit.
 
-        Pods in `hosts` are not removed. If `hosts` is empty, no pods are removed. Returns the names of the removed
-        pods. With `dry_run`, the API server only checks the change. Raises `ClusterError` if the RayCluster is gone or
-        cannot be changed.
+        `hosts` contains the names of the pods that have workers, which are not removed. If `hosts` is empty, no pods
+        are removed. Returns the names of the removed pods. With `dry_run`, the API server only checks the change.
+        Raises `ClusterError` if the RayCluster is gone or cannot be changed.
         """
         for _ in range(PATCH_TRIES):
             found = self.cluster.find("RayCluster", self.job.cluster)

@@ -102,7 +102,7 @@ def render_with_code(request: JobRequest) -> Rendered:
 def submit(cluster: Cluster, rendered: Rendered, dry_run: bool = False, take_over: bool = False) -> Submission:
     """Check the job and start it.
 
-    Raises `ClusterError`, `StorageError` or `ConflictError` before any change if a check fails. A run that is alive
+    If a check fails, raises `ClusterError`, `StorageError` or `ConflictError` and starts nothing. A run that is alive
     elsewhere is a conflict unless `take_over` is True.
     """
     settings = rendered.settings
@@ -126,7 +126,7 @@ def submit(cluster: Cluster, rendered: Rendered, dry_run: bool = False, take_ove
 def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, take_over: bool = False) -> Submission:
     """Start a RayJob unless it is live or has succeeded.
 
-    Raises `ClusterError` if no cluster is configured, and `GaveUpError` if an old RayJob does not end in time. Raises
+    Raises `ClusterError` if no cluster is configured, and `GaveUpError` if an old RayJob does not stop in time. Raises
     `ConflictError` if another RayJob of the run is live, or if the run is alive elsewhere and `take_over` is False.
     """
     run = access.run
@@ -155,12 +155,13 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, t
     if not job:
         _refuse_name_of_another_run(cluster, name, run.name)
 
-    # Wait for a RayJob that is ending.
+    # Wait for a RayJob that is shutting down.
     deadline = time.monotonic() + STOPPED_WITHIN_S
     with progress_note(f"waiting for {name} to save and end"):
         while job and _is_ending(snapshot, job) and not dry_run:
             if time.monotonic() > deadline:
-                raise GaveUpError(f"{name} is still ending: {snapshot.state()[1]}; submit again after it has ended")
+                why = snapshot.state()[1]
+                raise GaveUpError(f"{name} is still shutting down: {why}; submit again after it has ended")
             time.sleep(POLL_EVERY_S)
             snapshot, job = _observe_job(access, name)
 
@@ -168,9 +169,9 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, t
     state, reason = snapshot.state() if snapshot.known else (RunState.LOST, "")
     status = snapshot.storage.status
     stop_wanted = snapshot.storage.summary.stop_requested
-    # During a move, attach only to a RayJob that asks the driver that trains now to save and end.
-    attaches = not moves_from or settings_of(job.raw).get(MOVES_FROM) == moves_from if job else False
-    if job and attaches and not state.terminal and not elsewhere:
+    # During a move, attach only to a live RayJob that asks the driver that trains now to save and end.
+    moves_too = job is not None and job.live and settings_of(job.raw).get(MOVES_FROM) == moves_from
+    if job and (moves_too or not moves_from) and not state.terminal and not elsewhere:
         if stop_wanted and not dry_run:
             clear_stop(run)
         return submission("attached", "the stop marker is cleared" if stop_wanted else f"{state}: {reason}")
@@ -199,7 +200,7 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, t
 
 
 def _refuse_missed_goal(run: Run, settings: Settings) -> None:
-    """Raise `SettingsError` if the deadline has passed, or if the budget is spent, unless the run is alive or done."""
+    """Raise `SettingsError` if a run that is neither alive nor done has missed its deadline or spent its budget."""
     status = read_status(run)
     now = time.time()
     if status and (status.state is RunState.SUCCEEDED or is_alive(status, now)):
@@ -220,11 +221,12 @@ def place_of(manifest: Mapping[str, Any]) -> str:
     return Owner.parse(settings_of(manifest).get(JOB_ID, "")).place
 
 
-def resume_run(access: RunAccess, snapshot: RunSnapshot) -> Submission | None:
+def resume_run(access: RunAccess, snapshot: RunSnapshot, take_over: bool = False) -> Submission | None:
     """Clear the stop marker, and apply the run's RayJob again as `sunspot submit` applied it.
 
     Returns None if the run was not started by `sunspot submit` and must be restarted by other means. Raises
-    `NotFoundError` if the submitted RayJob is not in this namespace, and `ClusterError` if the cluster does not answer.
+    `ConflictError` if the run is alive elsewhere and `take_over` is False, `NotFoundError` if the submitted RayJob is
+    not in this namespace, and `ClusterError` if the cluster does not answer.
     """
     job, submitted = snapshot.job, newest_submission(access.run)
     if submitted and snapshot.cluster.trouble:
@@ -232,7 +234,7 @@ def resume_run(access: RunAccess, snapshot: RunSnapshot) -> Submission | None:
     manifest = applied_manifest(job, access.run.name) if job and not job.gitops_tool else None
     if manifest:
         arguments = submitted.arguments if submitted else ()
-        return start_job(access, PreparedJob(as_submission(manifest), arguments))
+        return start_job(access, PreparedJob(as_submission(manifest), arguments), take_over=take_over)
     if submitted and (not job or (submitted.job == job.name and not job.gitops_tool)):
         raise NotFoundError(_explain_absence(access, submitted))
     clear_stop(access.run)
@@ -320,8 +322,8 @@ def _refuse_name_of_another_run(cluster: Cluster, name: str, run: str) -> None:
     found = cluster.find("job", name)
     if found and found["metadata"].get("labels", {}).get(RUN_LABEL) != run:
         raise ConflictError(
-            f"RayJob {name} in namespace {cluster.namespace} belongs to a different run than {run} ({RUN_LABEL}); "
-            "delete it, or choose another SUNSPOT_RUN_NAME"
+            f"RayJob {name} in namespace {cluster.namespace} belongs to another run (its label {RUN_LABEL} is not "
+            f"{run}); delete the RayJob, or choose another SUNSPOT_RUN_NAME"
         )
 
 

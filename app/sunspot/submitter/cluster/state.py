@@ -13,18 +13,18 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sunspot.formatting import plural
 from sunspot.run.overview import HALF_DELETED, describe_silence, describe_work
 from sunspot.run.owner import Owner
 from sunspot.run.requests import narrowed
 from sunspot.run.seen import RunSeen
-from sunspot.run.status import SILENT_AFTER_S, RunState, Status
+from sunspot.run.status import SILENT_AFTER_S, RunState, Status, is_alive
 from sunspot.settings import PREFIX, Settings, WorkerRange, parse_workers
 from sunspot.submitter.cluster.pod_problems import HEAD, find_problems
 from sunspot.submitter.cluster.views import JobView, Nodes, Pods, PodView, WarningEvent, Warnings
-from sunspot.submitter.manifest.render import JOB_ID, settings_of
+from sunspot.submitter.manifest.render import JOB_ID, MOVES_FROM, settings_of
 
 NUM_WORKERS = PREFIX + "NUM_WORKERS"
 
@@ -113,7 +113,7 @@ class ClusterSeen:
 
     @property
     def own_pods(self) -> list[PodView]:
-        """The pods of the newest RayJob's RayCluster that are not being deleted."""
+        """The pods in the newest RayJob's RayCluster, except those that are being deleted."""
         return [pod for pod in self.pods if self.job and pod.cluster == self.job.cluster and not pod.deleting]
 
     @property
@@ -126,6 +126,10 @@ def judge(seen: ClusterSeen, stored: RunSeen) -> tuple[RunState, str]:
     """Return a run's state and the reason for it, based on both the cluster and storage."""
     if stored.summary.deleting:
         return RunState.DELETING, HALF_DELETED
+    coming = find_next_job(seen, stored)
+    if coming:
+        state, reason = judge(without_next_job(seen, stored), stored)
+        return state, f"{reason}; {_describe_move(seen, coming)}"
     if seen.job:
         return _judge_job(seen, seen.job, stored)
     if seen.gone:
@@ -134,6 +138,28 @@ def judge(seen: ClusterSeen, stored: RunSeen) -> tuple[RunState, str]:
     if not stored.exists:
         reason = f"{'it has no RayJob' if stored.trouble else 'its RayJob is gone'}, and {reason}"
     return state, reason
+
+
+def find_next_job(seen: ClusterSeen, stored: RunSeen) -> JobView | None:
+    """Return the newest RayJob if a move started it and the driver in the old place is still alive, or None."""
+    job, status = seen.job, stored.status
+    if not job or not status or not is_alive(status, seen.time):
+        return None
+    return job if settings_of(job.raw).get(MOVES_FROM) == status.owner else None
+
+
+def without_next_job(seen: ClusterSeen, stored: RunSeen) -> ClusterSeen:
+    """Return `seen` without the RayJob of `find_next_job`, so that the newest remaining RayJob trains the run."""
+    return replace(seen, jobs=seen.jobs[1:]) if find_next_job(seen, stored) else seen
+
+
+def _describe_move(seen: ClusterSeen, job: JobView) -> str:
+    """Describe the progress of a move. `job` is the RayJob in the new place."""
+    place = Owner.parse(settings_of(job.raw).get(JOB_ID, "")).place
+    if not job.live:
+        return f"its move to {place} has failed" + (f": {job.message}" if job.message else "")
+    progress = "its workers are starting" if job.job_status == "RUNNING" else explain_pods(seen, job)
+    return f"its next place, {place}, is being warmed up: {progress}"
 
 
 def _judge_job(seen: ClusterSeen, job: JobView, stored: RunSeen) -> tuple[RunState, str]:

@@ -33,11 +33,11 @@ def stop_run(access: RunAccess, timeout: float = 600, wait: bool = True) -> tupl
         return state, f"there is nothing to stop: {reason}"
     request_stop(access.run, describe_requester())
     if not wait:
-        return RunState.STOPPING, "it saves and ends by itself; its cluster is removed once its RayJob has ended"
+        return RunState.STOPPING, "it will save and stop; its cluster is removed once its RayJob has ended"
     try:
         return _wait_and_delete(access, snapshot, timeout)
     except ClusterError as error:
-        left = "the stop marker is in storage, so the run saves and ends by itself"
+        left = "the stop marker is in storage, so the run will save and stop"
         again = f"`sunspot stop {access.arguments}` waits for that and removes its cluster, once the API server answers"
         raise ClusterError(f"{error}. {left}; {again}") from error
 

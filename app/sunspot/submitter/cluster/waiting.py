@@ -33,7 +33,7 @@ from sunspot.submitter.cluster.observation import (
 )
 from sunspot.submitter.cluster.progress_lines import ProgressLines
 from sunspot.submitter.cluster.start import Submission
-from sunspot.submitter.cluster.state import HEAD_GIVEN_UP, NO_ANSWER, ClusterSeen
+from sunspot.submitter.cluster.state import HEAD_GIVEN_UP, NO_ANSWER, ClusterSeen, without_next_job
 from sunspot.submitter.cluster.stopping import POLL_EVERY_S
 from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.manifest.pods import RUN_LABEL
@@ -101,7 +101,7 @@ def wait_for_end(access: RunAccess, timeout: float | None, show: ProgressLines, 
 def _follow(
     access: RunAccess, began: float, timeout: float | None, show: ProgressLines, mover: Mover | None
 ) -> tuple[RunSnapshot, Submission | None]:
-    """Show every change until the run has ended or moved. Return the last snapshot, and the new RayJob if it moved.
+    """Show every change until the run has ended or moved. Return the last snapshot, and the new RayJob after a move.
 
     If the run failed because the operator abandoned its head, the failure is not shown, because the run might restart.
     """
@@ -125,9 +125,9 @@ def _follow(
                 raise GaveUpError(f"{still}. The run continues; `sunspot wait {again}` follows it again")
     except KeyboardInterrupt:
         show.close()
-        warn(f"\nthe run continues; `sunspot wait {again}` follows it again, and `sunspot stop {again}` ends it")
+        warn(f"\nthe run continues; `sunspot wait {again}` follows it again, and `sunspot stop {again}` stops it")
         raise
-    raise AssertionError("follow() never ends by itself")
+    raise AssertionError("follow() never stops yielding")
 
 
 def head_given_up(snapshot: RunSnapshot) -> bool:
@@ -172,9 +172,9 @@ class HeadRestarts:
 
 
 def start_again(access: RunAccess, restart: Restart) -> None:
-    """Replace a failed RayJob with a new one of the same name, which has the same owner ID in storage.
+    """Replace a failed RayJob with a new one that has the same name, and the same owner ID in storage.
 
-    If an old pod was on a frozen node, it can no longer change the run when the node recovers (run/attempts.py). Raises
+    If an old pod's node was frozen and recovers, the pod can no longer change the run (run/attempts.py). Raises
     `ClusterError` or `GaveUpError` if the RayJob cannot be replaced within MAX_OUTAGE_S, or if the GitOps tool has not
     recreated it within RECREATED_WITHIN_S.
     """
@@ -262,16 +262,19 @@ class Reconciler:
         if trouble and not self._mover:
             return
         jobs = self._jobs
-        newest = {job.raw["metadata"]["labels"][RUN_LABEL]: job for job in reversed(jobs)}
-        map_parallel(lambda each: self._attend(*each), newest.items())
+        by_run: dict[str, list[JobView]] = {}
+        for job in jobs:
+            by_run.setdefault(job.raw["metadata"]["labels"][RUN_LABEL], []).append(job)
+        map_parallel(lambda each: self._attend(*each), by_run.items())
 
-    def _attend(self, name: str, job: JobView) -> None:
-        """Check one run. An error is printed once and does not affect other runs."""
+    def _attend(self, name: str, jobs: list[JobView]) -> None:
+        """Check one run, given its RayJobs, newest first. An error is printed once and does not affect other runs."""
+        job = jobs[0]
         if job.uid in self._done:
             return
         try:
             access, restarts = self._reach(name, job)
-            snapshot = RunSnapshot(ClusterSeen((job,)), look(access.run))
+            snapshot = RunSnapshot(ClusterSeen(tuple(jobs)), look(access.run))
             if self._mover:
                 self._mover.attend(access, snapshot)
             state, reason = snapshot.state()
@@ -284,8 +287,9 @@ class Reconciler:
                 return
             self._show_once(name, state, reason if state.terminal else "")
             notes = annotations(state, snapshot.storage.status)
-            if not notes.items() <= (job.raw["metadata"].get("annotations") or {}).items():
-                self._cluster.annotate(job, notes)
+            training = without_next_job(snapshot.cluster, snapshot.storage).job
+            if training and not notes.items() <= (training.raw["metadata"].get("annotations") or {}).items():
+                self._cluster.annotate(training, notes)
             status = snapshot.storage.status
             if job.terminal and not (self._mover and status and left_for_move(status)):
                 self._done.add(job.uid)

@@ -57,7 +57,7 @@ def count(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """Parse a number of seconds >= 0. Rejects NaN, because the wait would never end."""
+    """Parse a number of seconds >= 0. Rejects NaN, because a wait of NaN seconds would never end."""
     try:
         time_s = float(text)
     except ValueError:

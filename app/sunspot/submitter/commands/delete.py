@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
             print_json(_record(contents, left, removed=False))
         rest = left or "unknown, because it cannot be listed now"
         again = f"Run `sunspot delete {access.arguments}` to delete the rest"
-        warn(f"{args.run} is only partly deleted; what is left: {rest}. {again}")
+        warn(f"{args.run} was only partly deleted. Remaining: {rest}. {again}")
         raise
     if args.json:
         print_json(_record(contents, None, removed=True))
@@ -84,7 +84,7 @@ def _print(access: RunAccess, contents: RunContents) -> None:
 def _record(contents: RunContents, left: RunContents | None, removed: bool) -> dict[str, Any]:
     """Return the JSON record of the deletion.
 
-    `left` is what still exists. It is None if nothing is left, or if it is unknown what is left.
+    `left` holds what still exists. It is None if nothing remains, or if the rest cannot be listed.
     """
     return {
         "run": contents.run.name,

@@ -6,6 +6,7 @@ import time
 from sunspot.formatting import as_time, in_words, plural
 from sunspot.run.forecast import forecast
 from sunspot.run.history import format_metric
+from sunspot.run.incidents import describe_replayed
 from sunspot.run.owner import Owner
 from sunspot.run.seen import RunDetails
 from sunspot.submitter.cluster.observation import RunAccess, reach_run, warn_of_hidden
@@ -123,4 +124,5 @@ def _describe_incidents(details: RunDetails) -> str:
     if not details.incidents:
         return "0"
     causes = ", ".join(f"{times} {cause}" for cause, times in details.incidents_by_cause.most_common())
-    return f"{len(details.incidents)} ({causes}), {plural(details.steps_replayed, 'step')} replayed"
+    replayed = describe_replayed(details.steps_replayed, details.replayed_at_least)
+    return f"{len(details.incidents)} ({causes}), {replayed} replayed"

@@ -1,4 +1,4 @@
-"""`sunspot stop`: makes a run save and end, then removes its cluster."""
+"""`sunspot stop`: makes a run save and stop, and removes its cluster."""
 
 import argparse
 

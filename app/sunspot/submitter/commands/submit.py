@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     if args.timeout is not None and not args.wait:
-        raise SettingsError("--timeout needs --wait; add it")
+        raise SettingsError("--timeout has no effect without --wait; add --wait, or omit --timeout")
     rendered, cluster = render_in_place(job_request(args), args.context)
     if not args.json:
         print_pods(rendered.pods)

@@ -94,9 +94,9 @@ def _check_operator(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Chec
     pods = cluster.list_all("all pods", OPERATOR)
     running = [pod for pod in pods if pod_view(pod).ready]
     if not running:
-        seen = f"no pod labelled {OPERATOR} runs in any namespace"
+        seen = f"no pod labeled {OPERATOR} runs in any namespace"
         if pods:
-            seen = f"none of the {plural(len(pods), 'pod')} labelled {OPERATOR} are ready"
+            seen = f"none of the {plural(len(pods), 'pod')} labeled {OPERATOR} are ready"
         fix = "install it, or find out why it does not run; without it, runs wait forever"
         hidden = _is_on_gke(cluster)
         if hidden:
@@ -156,7 +156,10 @@ def _check_references(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Ch
 
 
 def _check_base(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Check]:
-    """Check that the NetworkPolicies and PodDisruptionBudgets in k8s/base exist. Pods also start without them."""
+    """Check that the NetworkPolicies and PodDisruptionBudgets in k8s/base exist.
+
+    Missing objects only cause a warning, because pods start even without them.
+    """
     files = sorted((manifests() / "base").glob("*.yaml"))
     objects = [item for file in files for item in read_documents(file) if "metadata" in item]
     if manifest["spec"]["rayClusterSpec"].get("networkPolicy"):

@@ -1,7 +1,7 @@
-"""Tests storage, GPUs and the network from pods that are like a run's pods.
+"""Tests storage, GPUs and the network from pods that resemble a run's pods.
 
 The pods use the same nodes, service account, Secrets and policies as the run. They are deleted at the end. If this
-process cannot delete them, they end by themselves.
+process cannot delete them, Kubernetes stops them WITHIN_S seconds after their start (`activeDeadlineSeconds`).
 """
 
 import contextlib
@@ -29,7 +29,7 @@ LABEL = "sunspot/doctor"
 """Label of the pods. Its value differs between head and workers, and between calls."""
 
 WITHIN_S = 900.0
-"""Seconds within which the pods must end. Adding a node and pulling an image take minutes each."""
+"""Seconds within which the pods must finish. Adding a node and pulling an image take minutes each."""
 
 POLL_EVERY_S = 2.0
 
@@ -77,7 +77,7 @@ def try_from_pods(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
             try:
                 cluster.delete_pod(pod_view(pod), 1)
             except ClusterError as error:
-                warn(f"pod {pod['metadata']['name']} could not be deleted, but will end by itself: {error}")
+                warn(f"pod {pod['metadata']['name']} could not be deleted: {error}; Kubernetes will stop the pod later")
 
 
 def why_untried(cluster: Cluster, manifest: dict[str, Any]) -> str:
@@ -103,7 +103,7 @@ def make_pod(manifest: dict[str, Any], kind: str, mark: str) -> dict[str, Any]:
     if role == "worker":
         _spread(spec, {"matchLabels": {LABEL: labels[LABEL]}})
     container = spec["containers"][0]
-    spec["containers"] = [container]  # other containers would keep the pod from ending
+    spec["containers"] = [container]  # other containers would keep the pod from finishing
     gpus = int(group.get("resources", {}).get("GPU", 0))
     container |= {
         "command": ["python", "-m", "sunspot.train.pod_probe", "--gpus", str(gpus), "--output", MESSAGE],
@@ -125,7 +125,7 @@ def _spread(spec: dict[str, Any], alike: dict[str, Any]) -> None:
 
 
 def _await_end(cluster: Cluster, names: list[str]) -> dict[str, dict[str, Any] | None]:
-    """Wait up to WITHIN_S for the pods to end, and return them keyed by name. The value of a deleted pod is None."""
+    """Wait up to WITHIN_S for the pods to finish, and return them keyed by name. The value of a deleted pod is None."""
     deadline = time.monotonic() + WITHIN_S
     warned = ""
     latest: dict[str, dict[str, Any] | None] = dict.fromkeys(names)

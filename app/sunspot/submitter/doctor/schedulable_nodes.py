@@ -1,6 +1,6 @@
 """Finds nodes that fit a run's pods by labels, taints and size.
 
-Pods that already run on the nodes are ignored, because they might end, and because this user might not see them all.
+Pods that already run on the nodes are ignored, because they might finish, and this user might not see all of them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -51,7 +51,7 @@ def find_obstacles(pod: Mapping[str, Any], node: Mapping[str, Any]) -> Iterator[
         yield Obstacle(Diagnosis.NODES, "cordoned")
     for key, value in pod.get("nodeSelector", {}).items():
         if labels.get(key) != value:
-            yield Obstacle(Diagnosis.NO_NODE, f"not labelled {key}={value}")
+            yield Obstacle(Diagnosis.NO_NODE, f"not labeled {key}={value}")
     required = pod.get("affinity", {}).get("nodeAffinity", {}).get("requiredDuringSchedulingIgnoredDuringExecution", {})
     terms = required.get("nodeSelectorTerms", ())
     if terms and not any(_holds_all(term, node) for term in terms):

@@ -1,8 +1,8 @@
 """Explains why a pod fits on no node, from the scheduler's message and, if this user can list them, the nodes.
 
 For each node, the scheduler reports only the first filter that fails: taints, then labels, then free resources, then
-volumes and other pods. A tainted node might therefore also lack the labels, but a node that lacks resources has the
-labels. Since Kubernetes 1.34, the message does not name the taints.
+volumes and other pods. A node that is reported as tainted might therefore lack required labels, too, but a node that
+is reported for its resources has them. Since Kubernetes 1.34, the message does not name the taints.
 """
 
 import re
@@ -131,9 +131,11 @@ def _nearest(found: Sequence[Sequence[Obstacle]]) -> list[Refusal]:
 def parse_refusals(message: str) -> list[Refusal]:
     """Parse the reasons in the scheduler's message, and return them, starting with the most useful one.
 
-    Missing resources come first, because nodes that lack them match in every other way. The exception is a taint on GPU
-    nodes. If only other nodes lack GPUs, the taint comes first. A taint without a name comes last, because it is
-    usually the control plane's. The control plane's own taints are dropped unless they are the only reason.
+    Missing resources come first, because the nodes that lack them pass the checks of taints and labels. Only a taint
+    named after a missing resource, such as nvidia.com/gpu, comes before missing resources. In this case, the tainted
+    nodes have GPUs, and the nodes that are reported for missing GPUs are nodes without GPUs. A taint without a name
+    comes last, because it is usually the control plane's. Named taints of the control plane are dropped unless they are
+    the only reason.
     """
     text = message.partition(" are available: ")[2].partition(". ")[0].rstrip(".) ")
     total = re.search(r"0/(\d+) nodes", message)

@@ -1,4 +1,4 @@
-"""Warns if the run's storage and its nodes are in different clouds. The pods then cannot access the storage."""
+"""Warns if a run's pods cannot access its storage, because the storage is in a different cloud than the nodes."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -21,7 +21,7 @@ SCHEMES = {"gs": "Google's storage", "s3": "S3", "az": "Azure's storage", "abfs"
 def find_foreign_storage(manifest: Mapping[str, Any]) -> Iterator[str]:
     """Yield a warning if the pods' identity cannot open the run's storage. The warning includes the fix.
 
-    Without a Secret, pods only have the identity given by their cloud. It works only for that cloud's storage.
+    Without a Secret, pods have only an identity from their own cloud, which cannot open another cloud's storage.
     """
     path = settings_of(manifest).get(STORAGE_PATH, "")
     scheme, _, place = path.partition("://")

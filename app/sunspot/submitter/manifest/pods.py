@@ -319,8 +319,8 @@ def _data_group(workers: dict[str, Any], profile: Profile, machine: DataWorkers)
 def _set_pods(group: dict[str, Any], least: int, most: int) -> None:
     """Set the replica counts of a worker group.
 
-    The group starts with `least` pods, because the job is submitted once all its pods are ready. If there are several
-    training groups, `least` is 0. The driver then requests the pods, because it knows which pods are missing.
+    The group starts with only `least` pods, because KubeRay does not submit the job until all pods are ready. If there
+    are several training groups, `least` is 0, and the driver requests the pods, because it knows which are missing.
     """
     group["replicas"] = group["minReplicas"] = least
     group["maxReplicas"] = most

@@ -1,7 +1,7 @@
 """Loads profiles. A profile is a small YAML file with the differences between an environment and k8s/rayjob.yaml.
 
-The string below a field documents it in docs/profiles.md. A field's `description` lists its allowed values, and is the
-text after "set it to" in the error for an invalid value.
+The string below a field documents it in docs/profiles.md. A field's `description` lists its allowed values. The error
+for an invalid value ends with "set it to" and the description.
 """
 
 import functools
@@ -183,7 +183,7 @@ class Machine(_Part):
 
 
 class PricedMachine(Machine):
-    """A pod that can have a price."""
+    """A pod whose price a profile can set."""
 
     price: Price | None = _takes(PRICE)
     "Price of one pod per hour, in any currency."
@@ -377,8 +377,8 @@ def manifests() -> Path:
 def load_profile(name: str, given: Mapping[str, Any], place: str | None = None) -> Profile:
     """Load a profile by name or path, including the profiles that it extends.
 
-    Values of the place called `place`, if given, override the profile's values. Values in `given` override all of these
-    values. Raises `SettingsError`, which lists every problem.
+    If `place` is not None, the values of the place with this name override the profile's values. Values in `given`
+    override both. Raises `SettingsError`, which lists every problem.
     """
     merged = functools.reduce(_merge, reversed(_read_chain(name).values()))
     there = {} if place is None else _find_place(name, merged, place)

@@ -60,7 +60,7 @@ class Demand:
         return sum(self.parts.values()) + self.objects
 
     def most_workers(self, room: float) -> int:
-        """Return the number of worker pods that fit into `room`, between the run's minimum and maximum."""
+        """Return how many of the run's worker pods fit into `room`, or the run's minimum if fewer fit."""
         workers = self.sets["workers"]
         others = self.least - workers.least_amount(workers.least, self.of_pod)
         fit = (n for n in range(workers.most, workers.least, -workers.step) if self._fits(others, n, room))
@@ -151,7 +151,7 @@ def amount_of(pod: Pod, resource: str) -> float:
 
 
 def objects_of(manifest: Mapping[str, Any]) -> dict[str, float]:
-    """Count the objects other than pods that the run creates, keyed by their names in a ResourceQuota."""
+    """Count the objects that the run creates, except pods, keyed by their names in a ResourceQuota."""
     cluster = manifest["spec"].get("rayClusterSpec")
     if not cluster:
         return {JOBS: 1.0}

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sunspot.formatting import in_words, plural
+from sunspot.formatting import in_words
 from sunspot.run.failures import BRING_ROWS
-from sunspot.run.incidents import Cause
+from sunspot.run.incidents import Cause, describe_replayed
 from sunspot.run.stragglers import RECENT_S, STEADY_FRACTION, lags
 from sunspot.submitter.doctor.training.case import Case
 from sunspot.submitter.findings import Diagnosis, Finding, Severity
@@ -240,7 +240,7 @@ def _seconds_until_full(case: Case, window: Mapping[str, Any], rates: Sequence[f
 
 
 def growth_rate(times: Sequence[float], sizes: Sequence[float | None]) -> float:
-    """Return the rate in MiB per second at which a size grows in both halves of its history.
+    """Return a size's growth in MiB per second, which is the smaller of the rates in both halves of its history.
 
     Returns 0 if the growth is small or unknown.
     """
@@ -276,26 +276,26 @@ def find_losses(case: Case) -> Iterator[Finding]:
     times = case.seen.incidents_by_cause
     causes = ", ".join(f"{times[cause]} {cause} ({seconds} worker-seconds)" for cause, seconds in lost.most_common())
     evidence = f"{share:.0%} of the worker-seconds were useful; the rest was lost to {causes}"
-    replayed = case.seen.steps_replayed
+    steps, more = case.seen.steps_replayed, case.seen.replayed_at_least
     [(costliest, _)] = lost.most_common(1)
-    prevent = _prevent(costliest, replayed, case.local)
+    prevent = _prevent(costliest, describe_replayed(steps, more) if steps or more else "", case.local)
     advice = f"`sunspot events {case.seen.run.name}` shows the receipt of each incident; {prevent}"
-    details = {"goodput": share, "worker_seconds_lost": dict(lost), "steps_replayed": replayed}
+    details = {"goodput": share, "worker_seconds_lost": dict(lost), "steps_replayed": steps, "replayed_at_least": more}
     yield Finding(Diagnosis.LOW_GOODPUT, Severity.WARNING, evidence, advice, details, cost=1 - share)
 
 
-def _prevent(cause: Cause, replayed: int, local: bool) -> str:
+def _prevent(cause: Cause, replayed: str, local: bool) -> str:
     """Return advice on how to make incidents with this cause rarer or cheaper.
 
-    `replayed` is the number of steps that were repeated because of the incidents.
+    `replayed` is the number of repeated steps as text, or empty if no step was repeated.
     """
     if local and cause is Cause.OUT_OF_MEMORY:
         return "start fewer workers (SUNSPOT_NUM_WORKERS)"
     if cause in PREVENTION:
         return PREVENTION[cause]
     if replayed:
-        repeated = f"{plural(replayed, 'step')} had to be repeated"
-        return f"{repeated}; more frequent checkpoints or a higher SUNSPOT_SNAPSHOT_COST would reduce this number"
+        better = "more frequent checkpoints or a higher SUNSPOT_SNAPSHOT_COST would reduce this number"
+        return f"{replayed} had to be repeated; {better}"
     return "find out what ended them" if local else "use nodes that are reclaimed less often, or not all at once"
 
 

@@ -37,7 +37,7 @@ def _advise(case: Case, good: Checkpoint | None) -> str:
     elif limit:
         first = f"it ends after {limit:.0f} windows of metrics (SUNSPOT_MAX_NAN_WINDOWS); then "
     else:
-        first = "stop it, because it never ends by itself (SUNSPOT_MAX_NAN_WINDOWS=0); then "
+        first = "stop it, because it would otherwise train on forever (SUNSPOT_MAX_NAN_WINDOWS=0); then "
     if good and limit:
         then = f"start it again: it resumes from step {good.step}, {good.name}"
     else:

@@ -107,7 +107,7 @@ def _name_ranks(ranks: list[int]) -> str:
 
 
 def find_hung(case: Case) -> Iterator[Finding]:
-    """Find ranks that hung or got no rows until their watchdogs ended them.
+    """Find ranks that were stopped by their watchdogs because they hung or got no rows.
 
     Only the newest attempt with such ranks is examined.
     """

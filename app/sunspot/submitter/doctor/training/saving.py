@@ -51,7 +51,7 @@ def find_storage(case: Case) -> Iterator[Finding]:
 def _find_unusable(case: Case) -> Iterator[Finding]:
     """Find unusable checkpoints that are newer than the one in use.
 
-    Findings about lost checkpoints get the highest cost, so they come first among equally severe findings.
+    Findings about missing or damaged checkpoints get the highest cost, so they precede equally severe findings.
     """
     ended = case.state.terminal
     severity = Severity.ERROR if case.state is RunState.SUCCEEDED else Severity.WARNING

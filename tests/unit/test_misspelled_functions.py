@@ -1,4 +1,4 @@
-"""Tests that a misspelt function of a task is reported, and that a task's own helpers are not."""
+"""Tests that a misspelled function of a task is reported, and that a task's own helpers are not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sunspot.settings import Settings
-from sunspot.tasks import describe_misspelt, load_task
+from sunspot.tasks import describe_misspelled, load_task
 
 NAMES = (f"task_with_names_{number}" for number in itertools.count())
 
@@ -18,7 +18,7 @@ def describe(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> list[s
     name = next(NAMES)
     (folder / f"{name}.py").write_text(f"from tests.tasks.tiny import build_model, loss\n{text}\n")
     monkeypatch.syspath_prepend(folder)
-    return [*describe_misspelt(load_task(Settings(task=name)))]
+    return [*describe_misspelled(load_task(Settings(task=name)))]
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def describe(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> list[s
         ("augment_rows", "augment_row"),
     ],
 )
-def test_a_misspelt_function_is_reported_with_the_likely_name(
+def test_a_misspelled_function_is_reported_with_the_likely_name(
     defined: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [said] = describe(tmp_path, monkeypatch, f"def {defined}(*given): ...")
@@ -52,7 +52,7 @@ def test_a_misspelt_function_is_reported_with_the_likely_name(
         "class build_datasets: ...",
     ],
 )
-def test_helper_functions_are_not_reported_as_misspelt(
+def test_helper_functions_are_not_reported_as_misspelled(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert describe(tmp_path, monkeypatch, text) == []
