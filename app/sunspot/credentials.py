@@ -1,4 +1,7 @@
-"""Recognizes credentials by their form and by the names of their arguments, like secret scanners."""
+"""Recognizes credentials, as secret scanners do.
+
+A credential is recognized by its form, or by the name of the variable or argument that contains it.
+"""
 
 import math
 import re

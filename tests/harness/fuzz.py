@@ -1,4 +1,4 @@
-"""Makes damaged and hostile inputs, and checks that each is handled promptly, with success or a single message."""
+"""Makes damaged and hostile inputs, and checks that each is promptly accepted or rejected with a safe message."""
 
 from __future__ import annotations
 

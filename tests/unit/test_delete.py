@@ -289,7 +289,8 @@ def test_delete_refuses_a_live_run(sunspot: Command, run: Run, cluster: FakeClus
     cluster.set_status(JOB, deployment, "RUNNING" if deployment == "Running" else "")
     before = files_of(run)
     assert sunspot("delete", "run", "--yes") == 6
-    assert "run is live, so nothing was removed" in sunspot.err
+    assert "run is still live (" in sunspot.err
+    assert "so nothing was removed" in sunspot.err
     assert "`sunspot stop run --storage" in sunspot.err
     assert files_of(run) == before
     assert JOB in cluster.jobs

@@ -166,7 +166,7 @@ def test_the_status_of_a_second_driver_is_used_after_the_first_driver_is_gone(
     assert state(run)[0] is RunState.SUCCEEDED
 
 
-def test_a_driver_that_claims_nothing_keeps_the_record_of_a_saved_last_step(
+def test_a_driver_that_claims_nothing_keeps_the_record_that_the_last_step_was_saved(
     run: Run, set_constants: SetConstants
 ) -> None:
     trains = Status(RunState.RUNNING, "job", attempt=start(run, "job").number, driver=new_driver())

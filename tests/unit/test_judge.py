@@ -562,7 +562,7 @@ def test_a_controller_that_ran_out_of_memory_is_restarted_only_on_a_cluster(
         assert "Object store" not in said
 
 
-def test_the_control_channel_has_a_group_until_the_group_fails() -> None:
+def test_the_control_channel_reports_a_group_until_the_group_fails() -> None:
     control = ControlChannel()
     assert not control.has_group()
     control.begin_group(worker_group(1, "a"))

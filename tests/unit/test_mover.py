@@ -306,7 +306,7 @@ def left_east(run: Run) -> Run:
     return run
 
 
-def test_a_rayjob_is_superseded_if_the_run_has_moved_away_before_it_starts(left_east: Run) -> None:
+def test_a_rayjob_is_superseded_if_the_run_moved_away_before_the_rayjob_started(left_east: Run) -> None:
     with pytest.raises(SupersededError, match="run-1 in west"):
         refuse_if_left(left_east, claimed_by(WEST), str(EAST))
     refuse_if_left(left_east, claimed_by(EAST), str(WEST))

@@ -115,7 +115,7 @@ def test_the_new_driver_gives_up_if_the_old_driver_does_not_exit(run: Run, set_c
 
 
 @pytest.mark.parametrize("given_up", [True, False])
-def test_a_driver_trains_again_if_its_move_was_given_up_while_it_saved(
+def test_a_driver_resumes_training_if_its_move_is_cancelled_while_it_saves_a_checkpoint(
     given_up: bool, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempt, stop = start(run, OLD), StopRequest()

@@ -343,7 +343,7 @@ def test_checkpoints_are_saved_even_if_shared_memory_is_full(monkeypatch: pytest
     trainee = Trainee()
     trainee.train()
     assert trainee.take(1) is None
-    assert "copies in shared memory are paused" in trainee.warnings[0]
+    assert "copying to shared memory is paused" in trainee.warnings[0]
     snapshot = trainee.take(2, for_storage=True)
     snapshot.copied.result()
     assert_same(snapshot.state, trainee.state())
@@ -409,8 +409,8 @@ def test_the_old_copy_is_kept_while_memory_is_full(
     trainee.memory._paused_until = time.monotonic()
     assert [copy(step) for step in (8, 9)] == [8, 9]
     [lost, regained] = trainee.warnings
-    assert lost.startswith("copies in shared memory are paused: No space left on device")
-    assert regained == "copies in shared memory continue at step 8"
+    assert lost.startswith("copying to shared memory is paused: No space left on device")
+    assert regained == "copying to shared memory has resumed at step 8"
 
 
 def test_the_copy_of_a_smaller_state_is_kept_until_the_larger_copy_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -469,7 +469,7 @@ def test_a_copy_that_cannot_be_marked_as_complete_does_not_affect_the_older_copy
     [lost, regained] = trainee.warnings
     assert "the copy at step 2 is not kept in shared memory: " in lost
     assert "No space left on device" in lost
-    assert regained == "copies in shared memory continue at step 8"
+    assert regained == "copying to shared memory has resumed at step 8"
     assert len(trainee.memory._slots) <= MAX_SLOTS
 
 
@@ -548,7 +548,7 @@ def test_a_copy_is_dropped_if_a_weight_changes_while_it_is_copied(
     assert_same(in_buffer(found.sidecar.structure, as_bytes(found.data)), expected)
     [lost, regained] = trainee.warnings
     assert "the copy at step 2 is not kept in shared memory: weights changed while they were copied" in lost
-    assert regained == "copies in shared memory continue at step 3"
+    assert regained == "copying to shared memory has resumed at step 3"
 
 
 def test_training_does_not_wait_for_pinned_memory(
@@ -627,7 +627,7 @@ def test_a_shard_is_kept_until_all_workers_have_a_newer_shard() -> None:
     assert find_snapshot(RUN) is None, "a part is not a whole state"
     [lost, regained] = part.warnings
     assert "the copy at step 2 is not kept in shared memory: a worker could not keep its part" in lost
-    assert regained == "copies in shared memory continue at step 5"
+    assert regained == "copying to shared memory has resumed at step 5"
 
 
 def test_a_worker_that_lost_its_neighbor_keeps_its_copies() -> None:

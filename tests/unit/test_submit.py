@@ -280,7 +280,7 @@ def test_submit_waits_for_a_stopping_run_to_end(
     request_stop(sunspot.run, "me")
     set_constants("sunspot.submitter.cluster.start", STOPPED_WITHIN_S=0.1)
     assert sunspot.submit() == 5
-    assert "still ending" in sunspot.err
+    assert "still shutting down" in sunspot.err
     end(cluster, sunspot.run, RunState.STOPPED)
     assert sunspot.submit("--json") == 0
     assert sunspot.json["action"] == "replaced"

@@ -147,8 +147,11 @@ def test_the_error_for_a_missing_label_names_the_sample(tmp_path: Path) -> None:
     ("members", "fault"),
     [
         ([("0.png", PNG), ("1.png", PNG), ("0.cls", b"1")], "--sort=name"),
-        ([("0.png", PNG), ("0.jpg", PNG)], "0.jpg has a second value for image"),
-        ([("0.cls", b"1"), ("0.json", b'{"label": 2}')], "0.json has a second value for label"),
+        ([("0.png", PNG), ("0.jpg", PNG)], "0.jpg contains a second value for the sample's column image"),
+        (
+            [("0.cls", b"1"), ("0.json", b'{"label": 2}')],
+            "0.json contains a second value for the sample's column label",
+        ),
         ([("0.json", b"[1]")], "0.json is not a JSON object"),
         ([("0.json", b"{")], "0.json is not a JSON object"),
         ([("0.cls", b"\xff")], "0.cls is not text"),

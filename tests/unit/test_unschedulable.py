@@ -134,7 +134,7 @@ def test_scheduling_obstacles_are_read_from_the_nodes(
     assert find_refusals(message(*said), asked, nodes)[0][:3] == first
 
 
-def test_both_obstacles_of_a_node_are_reported() -> None:
+def test_both_reasons_why_a_node_does_not_fit_are_reported() -> None:
     tainted = node("a", taints=["team"])
     [one, other] = find_refusals(message(UNNAMED), pod(**ON_L4), [MAIN, tainted])
     assert (one.kind, one.others) == (TAINT, ("not labeled gpu=l4",))

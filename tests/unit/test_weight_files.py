@@ -77,7 +77,7 @@ def save_only_weights_with_dcp(model: nn.Module, folder: Path) -> Path:
 
 
 def save_in_folder(state: dict[str, Any], folder: Path) -> Path:
-    import torch.distributed.checkpoint  # imported on use, because it takes seconds
+    import torch.distributed.checkpoint  # imported lazily, because it takes seconds
 
     torch.distributed.checkpoint.save(state, checkpoint_id=folder / "dcp", no_dist=True)
     return folder / "dcp"

@@ -14,7 +14,7 @@ RANGES = st.tuples(st.integers(1, 99), st.integers(0, 99)).map(lambda ends: Work
 
 
 @given(RANGES, st.integers(1, 20), st.integers(0, 200))
-def test_every_size_of_a_group_fills_whole_replicas(workers: WorkerRange, degree: int, room: int) -> None:
+def test_every_group_size_is_a_whole_number_of_replicas(workers: WorkerRange, degree: int, room: int) -> None:
     whole = workers.in_multiples_of(degree)
     assert whole.in_multiples_of(degree) == whole
     assert 1 <= whole.least <= whole.most

@@ -13,7 +13,7 @@ def write_dcp(directory: Path) -> None:
     Tensors get the names that they have in sharded checkpoints: `model.NAME` and `optimizer.state.PARAMETER.NAME`. If
     the checkpoint is sharded, it is already in DCP's format, and nothing is written.
     """
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter  # imported on use, because it takes seconds
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter  # imported lazily, because it takes seconds
     from torch.distributed.checkpoint.state_dict_saver import save
 
     if (directory / METADATA).exists() and not (directory / "optimizer.pt").exists():

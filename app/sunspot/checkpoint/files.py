@@ -122,7 +122,7 @@ def plan_shards(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
 
 def upload_shard(run: Run, name: str, file: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Upload tensors as one safetensors file of a checkpoint, and return its entry for the manifest."""
-    from safetensors.torch import save  # imported on use, here and below, because few processes need it
+    from safetensors.torch import save  # imported lazily, here and below, because few processes need it
 
     return upload_bytes(run, name, file, save(tensors, metadata={"format": "pt"}))
 

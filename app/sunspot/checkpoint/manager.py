@@ -375,7 +375,7 @@ def exceeds_notice(commit_s: float | None, notice_s: float) -> bool:
 
 def versions() -> dict[str, str]:
     """Return the versions of packages that can affect a run's results."""
-    import ray  # imported on use, because reading a checkpoint does not need Ray
+    import ray  # imported lazily, because reading a checkpoint does not need Ray
 
     return {
         "python": platform.python_version(),

@@ -344,14 +344,14 @@ class NodeMemory:
             remove_others(self.directory)
         if self._failing:
             self._failing = False
-            self._log(f"copies in shared memory continue at step {step}")
+            self._log(f"copying to shared memory has resumed at step {step}")
 
     def pause(self, why: str) -> None:
         """Make no copies that outlive this process until RETRY_S seconds have passed. Existing copies are kept."""
         self._paused_until = max(self._paused_until, time.monotonic() + RETRY_S)
         if not self._failing:
             self._failing = True
-            self._log(f"copies in shared memory are paused: {why}; {FALLBACK}")
+            self._log(f"copying to shared memory is paused: {why}; {FALLBACK}")
 
     def keep_parts_of(self, checkpoint: str | None) -> None:
         """Remove this process's copies of parts, except those of the state that `checkpoint` names.

@@ -146,7 +146,10 @@ Decode = Callable[[Piece, bytes], torch.Tensor]
 
 
 def decode_archive(piece: Piece, data: bytes) -> torch.Tensor:
-    """Return a tensor that `torch.save` wrote. If the piece has a checksum, its bytes must match."""
+    """Decode a tensor saved by `torch.save`.
+
+    Raises `ValueError` if `data` is invalid or does not match the piece's checksum.
+    """
     if piece.crc32 is not None and zlib.crc32(data) != piece.crc32:
         raise ValueError("does not match the index of its part")
     try:

@@ -239,5 +239,5 @@ def _open_cache(folder: str, limit: int) -> DiskCache:
 
 
 def export_cache(settings: Settings) -> None:
-    """Set the cache's variables in this process's environment, which processes of a local Ray session inherit."""
+    """Set the cache's environment variables in this process, so that processes of a local Ray session inherit them."""
     os.environ |= {name: value for name, value in settings.environment().items() if name in (FOLDER, LIMIT_GB)}

@@ -68,7 +68,7 @@ def open_image_splits(
 ) -> tuple[TableSource, TableSource | None]:
     """Open the training rows of DATASET and the held-out rows, if any.
 
-    If `model` is given, the rows are for its predictions and need no labels.
+    If `model` is given, it will predict classes for these rows, so they need no labels.
     """
     locations = locate_splits(dataset, test_dataset)
     scaled = ImageColumn("uint8", model.shape, dims=model.shape, scales=True) if model and model.scales else None

@@ -160,9 +160,10 @@ def merge_labels(
 ) -> ClassLabels:
     """Merge the labels of a dataset's files. Raises `DataError` if they are inconsistent.
 
-    Names are numbered in sorted order. If `model` is given, the rows are for its predictions. Names then become the
-    model's class numbers, or the result has no labels if the model lacks any of the names. Numbers in CSV files are
-    read as names if `as_names` is set, if another file has names, or if all labels are class names of the model.
+    Names are numbered in sorted order. If `model` is given, it will predict classes for these rows. Names are then
+    mapped to the model's class numbers. If the model does not know all of the names, the result has no labels. Numbers
+    in CSV files are read as names if `as_names` is set, if another file has names, or if all labels are class names of
+    the model.
     """
     if not files:
         return NO_LABELS

@@ -43,7 +43,7 @@ class Source(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The channels, height and width of each image. If rows are not images, the task defines the meaning."""
+        """The channels, height and width of an image. If rows are not images, the task defines the shape's meaning."""
 
     @property
     def classes(self) -> int:

@@ -301,8 +301,8 @@ def open_rows(
 ) -> TableSource:
     """Open a dataset's files, and check their types, labels and CSV cells.
 
-    If `has_class_names` is set, numbers in a CSV file's labels are class names. If `model` is given, the rows are for
-    its predictions and need no labels.
+    If `has_class_names` is set, numbers in a CSV file's labels are class names. If `model` is given, it will predict
+    classes for these rows, so they need no labels.
     """
     location = found.location
     paths = [join(location, name) for name in found.names]

@@ -106,7 +106,8 @@ def _read_rows(file: io.BufferedReader) -> Iterator[dict[str, Any]]:
             for suffix, member in members:
                 found = _read_member(suffix, member, content[member.offset_data - begin :][: member.size])
                 if found.keys() & row.keys():
-                    raise tarfile.ReadError(f"{member.name} has a second value for {min(found.keys() & row.keys())}")
+                    column = min(found.keys() & row.keys())
+                    raise tarfile.ReadError(f"{member.name} contains a second value for the sample's column {column}")
                 row |= found
             yield row
         file.seek(archive.offset)
@@ -116,7 +117,7 @@ def _read_rows(file: io.BufferedReader) -> Iterator[dict[str, Any]]:
 
 
 def _list_members(archive: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
-    """Yield each member's sample, lower-case suffix, and tar header."""
+    """Yield the sample name, the suffix (in lower case) and the tar header of each member."""
     for member in archive:
         match = MEMBER.fullmatch(member.name)
         if match and not member.isdir():

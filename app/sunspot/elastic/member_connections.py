@@ -29,7 +29,7 @@ QUIET_S = 0.15
 """Seconds without a heartbeat after which the driver sends a byte, which the kernel of a live machine acknowledges."""
 
 LOOK_EVERY_S = 0.05
-"""Seconds between two checks for quiet connections."""
+"""Seconds between two checks for silent connections."""
 
 AUTHENTICATE_S = 5.0
 """Seconds within which a process must prove that it knows the key, and then identify itself."""
@@ -214,7 +214,7 @@ class MemberConnections:
         self._accept_at = 0.0
         "Time at which the next connection may be accepted."
         self._look_at = 0.0
-        "Time of the next check for quiet connections."
+        "Time of the next check for silent connections."
         self._listening = create_server(host)
         self._listening.setblocking(False)
         self._selector = selectors.DefaultSelector()

@@ -115,7 +115,7 @@ class MembershipSnapshot:
 
 
 class Membership:
-    """State of the membership server. All times are in seconds of one monotonic clock."""
+    """State of the membership server. All times are from one monotonic clock, in seconds."""
 
     def __init__(self, size: int, degree: int = 1) -> None:
         """Create the state for a run that has started `size` processes, `degree` of them for each replica."""

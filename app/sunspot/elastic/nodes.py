@@ -100,7 +100,8 @@ class NodeMonitor:
     ) -> NodeEvent | None:
         """Return an event that affects this worker group, or None.
 
-        `nodes` is `ray.nodes()`, `draining` is `draining_nodes()`, and `now` is in seconds of a monotonic clock.
+        `nodes` is `ray.nodes()`, and `draining` is `draining_nodes()`. `now` is the time of a monotonic clock, in
+        seconds.
         """
         room = find_room([node for node in nodes if node["NodeID"] not in draining], self.per_worker)
         if room != self._room:
@@ -219,7 +220,7 @@ def wait_for_nodes(
         if wanted != asked:
             asked = wanted
             ask_of_groups(resources_per_worker, asked)
-            print(f"there are {available}; requested workers: {describe_asked(asked)}", flush=True)
+            print(f"found {available}; requested {describe_asked(asked)}", flush=True)
         if sum(room.values()) >= workers.least:
             return
         if time.monotonic() - began > timeout_s:
@@ -256,7 +257,7 @@ def asked_nodes(
                 room, since = found, now
             time.sleep(NODE_CHECK_EVERY_S)
         chosen = max(workers.fit(room), workers.least)
-        print(f"there are nodes for {room} of {workers} workers; starting with {chosen}", flush=True)
+        print(f"found nodes for {room} of {workers} workers; starting with {chosen}", flush=True)
         yield WorkerRange(chosen, chosen)
     finally:
         ask_for_nodes(resources_per_worker, 0)

@@ -116,9 +116,10 @@ class SickNodes:
         least: int,
         now: float,
     ) -> SickNode | None:
-        """Return the node that the group should leave (`find_sick_node`), or None, for example during a pause.
+        """Return the node that the group should leave, as chosen by `find_sick_node`.
 
-        `now` is in seconds of a monotonic clock.
+        Returns None if there is no such node, or during the pause after an earlier find. `now` is the time of a
+        monotonic clock, in seconds.
         """
         sick = find_sick_node(windows, group, size_without, least) if now >= self._not_before else None
         if sick:

@@ -116,7 +116,7 @@ class DataParallel(DistributedDataParallel):
             self._unused_before = None
 
     def complete(self) -> None:
-        """Complete the averaging after a backward pass, if it still waits for parameters without a gradient."""
+        """Complete the averaging after a backward pass if DDP is still waiting for parameters without a gradient."""
         if self._in_own_loop:
             self._complete_pass()
         elif self._passes.fresh:
@@ -136,7 +136,10 @@ class DataParallel(DistributedDataParallel):
                 self._averaged[index].grad = None
 
     def _find_waiting(self) -> list[int]:
-        """Return the indices of the parameters for which an unfinished averaging still waits."""
+        """Return the indices of the parameters whose gradients DDP is still waiting for.
+
+        The list is empty if DDP has averaged all gradients.
+        """
         try:
             self._check_reducer_finalized()  # torch has no public API for this (2.15)
         except RuntimeError as error:

@@ -163,7 +163,7 @@ class ReplicaGroups:
 
 
 class Gather:
-    """Gathers parameters for FSDP2 (torch's interface `AllGather`, which torch 2.15 does not export)."""
+    """Gathers parameters for FSDP2. Implements torch's `AllGather` interface, which torch 2.15 does not export."""
 
     def __init__(self, groups: ReplicaGroups) -> None:
         self._groups = groups
@@ -180,7 +180,7 @@ class Gather:
 
 
 class Scatter(Gather):
-    """Reduces gradients for FSDP2 (torch's interface `ReduceScatter`, which torch 2.15 does not export)."""
+    """Reduces gradients for FSDP2. Implements torch's `ReduceScatter` interface, which torch 2.15 does not export."""
 
     def __call__(  # type: ignore[override]
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: object, op: Any, async_op: bool = False

@@ -225,7 +225,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 def shard_like(value: Any, parameter: Any) -> Any:
     """Shard a tensor like a parameter. Under ddp, only adapt the memory layout.
 
-    `value` can be the whole tensor, or already this worker's shard. Any value without one of these two shapes is
+    `value` can be the complete tensor, or it can already be this worker's shard. Any other value is
     returned unchanged. The ranks do not communicate, and the result may share memory with `value`.
     """
     if not isinstance(value, torch.Tensor) or not isinstance(parameter, torch.Tensor):
@@ -253,7 +253,8 @@ def shard_model_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, A
 def shard_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Shard each tensor of an optimizer's state_dict like its parameter. Under ddp, only adapt the memory layout.
 
-    A tensor may be whole, or already be this worker's shard, received from another worker with the same shard.
+    The tensors may be complete, or they may already be this worker's shards, if they were received from another worker
+    with the same shard.
     """
     parameters = parameters_of(optimizer)
     sharded = {

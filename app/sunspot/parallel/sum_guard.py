@@ -70,7 +70,7 @@ class SumGuard:
 
     @property
     def aborted(self) -> bool:
-        """True if `trip` was called, so that collectives may end with wrong results.
+        """True if an abort was announced (`trip`), so the results of collectives may be wrong.
 
         Collectives that the device completed before the abort have correct results. Always False if no guard is needed.
         """

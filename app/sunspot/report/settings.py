@@ -1,4 +1,4 @@
-"""Renders the section on the run's settings, data and versions, and their changes between attempts."""
+"""Renders the section on the run's data, settings and versions, and on how these changed between attempts."""
 
 import itertools
 from collections.abc import Callable
@@ -13,7 +13,10 @@ MAX_CHANGES = 100
 
 
 def show(report: Report) -> Html:
-    """Return the newest attempt's settings and versions, their changes, and the data."""
+    """Render the newest attempt's settings and versions, and a table that describes the training data.
+
+    The section also lists the changes to the settings and versions between attempts.
+    """
     defaults = Settings.model_construct().environment()
 
     def describe(name: str, value: str) -> list[Any]:
@@ -27,7 +30,7 @@ def show(report: Report) -> Html:
 def _newest(
     report: Report, what: Literal["settings", "versions"], columns: list[str], describe: Callable[[str, str], list[Any]]
 ) -> Html:
-    """Return a table of the newest attempt's settings or versions, and their changes."""
+    """Render the newest attempt's settings or versions as a table, and list the changes between attempts."""
     recorded = [(each.number, found) for each in report.seen.attempts if (found := getattr(each.metadata, what))]
     if not recorded:
         return paragraph(f"No {what} are recorded yet.")

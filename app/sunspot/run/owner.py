@@ -89,9 +89,11 @@ def new_owner(job_id: str) -> str:
 
 
 def cluster_identity(certificates: str) -> str:
-    """Return a digest of a Kubernetes cluster's CA certificates as its ID, or an empty string without certificates.
+    """Return a digest of a Kubernetes cluster's CA certificates, which serves as the cluster's ID.
 
-    `certificates` is the content of `ca.crt` in the ConfigMap `kube-root-ca.crt` that every namespace has.
+    Returns an empty string if there are no certificates.
+
+    `certificates` is the content of `ca.crt` in the ConfigMap `kube-root-ca.crt`, which exists in every namespace.
     """
     content = certificates.strip()
     return hashlib.sha256(content.encode()).hexdigest()[:CLUSTER_DIGITS] if content else ""

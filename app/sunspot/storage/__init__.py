@@ -27,7 +27,7 @@ BACKENDS = {
 }
 """A mapping from URL schemes to the backend's module, class and extra.
 
-The extra installs the cloud's client, and is empty if Sunspot depends on the client. Modules are imported on use,
+The extra installs the cloud's client, and is empty if Sunspot depends on the client. Modules are imported lazily,
 because the clients are slow to import.
 """
 

@@ -123,9 +123,9 @@ def refuse_missing_functions(module: ModuleType, settings: Settings, libraries: 
     missing = [name for name in needed if not hasattr(module, name)]
     if missing:
         raise SettingsError(
-            f"SUNSPOT_TASK={settings.task}: {module.__file__} does not define {' or '.join(missing)}; "
-            f"define {' and '.join(needed)}, or, for a task that uses another library, {', '.join(libraries[:-1])} or "
-            f"{libraries[-1]}"
+            f"SUNSPOT_TASK={settings.task}: {module.__file__} does not define {' or '.join(missing)}. "
+            f"A plain PyTorch task must define {' and '.join(needed)}; a task for another library must define "
+            f"{', '.join(libraries[:-1])} or {libraries[-1]}"
         )
 
 

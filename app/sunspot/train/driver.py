@@ -226,10 +226,10 @@ def train(
 
 
 def continues_after_move(claimant: Claimant, stop_request: StopRequest) -> bool:
-    """Return True if the workers stopped because of a move, and the move was given up while they saved.
+    """Return True if the workers stopped because of a move, and the move was cancelled while they saved.
 
-    The driver must then train again, because nobody else does. If the new workers have claimed the run nevertheless,
-    this driver's next claim is refused.
+    The driver must then resume training, because no other driver trains the run. If the new workers have claimed the
+    run nevertheless, this driver's next claim is refused.
     """
     if not stop_request.moves_to or stop_request.signal:
         return False
@@ -238,7 +238,7 @@ def continues_after_move(claimant: Claimant, stop_request: StopRequest) -> bool:
         return False
     with_deadline(RECORD_S, "reading the stop marker", stop_request.cancel_move, claimant.run)
     if not stop_request.asked:
-        print("  the move was given up, so training continues here", flush=True)
+        print("  the move was cancelled, so training continues here", flush=True)
     return not stop_request.asked
 
 

@@ -231,7 +231,7 @@ class TrainingRun:
             self._open.learning_rate = self._rates[0]
 
     def _complete_gradients(self) -> None:
-        """Average the gradients if DDP did not, because the loss did not use the model's output."""
+        """Average the gradients if DDP has not done so. This happens if the loss does not use the model's output."""
         for model in self._averaging:
             model.complete()
 

@@ -205,7 +205,7 @@ class StepUndo:
         return self._held
 
     def _have_buffers_changed(self) -> bool:
-        """Return True if a buffer was replaced or has changed in place since the state was kept."""
+        """Return True if a buffer was replaced or modified in place since the last call of `keep`."""
         return self._held_buffers() is not self._kept or self._count_buffer_changes() != self._buffer_versions
 
     def _count_buffer_changes(self) -> list[int]:
@@ -216,7 +216,7 @@ class StepUndo:
         return [each._version for each in self._parameters.values()]
 
     def _changed(self) -> list[torch.nn.Parameter]:
-        """Return the parameters that have changed in place since the state was kept."""
+        """Return the parameters that were modified in place since the last call of `keep`."""
         now = self._count_changes()
         if now == self._versions:
             return []

@@ -169,7 +169,7 @@ def find_contents(access: RunAccess) -> RunContents:
     if any(job.live for job in snapshot.cluster.jobs) or not (state.terminal or going):
         unseen = f" (the cluster was not searched: {snapshot.cluster.trouble})" if snapshot.cluster.trouble else ""
         advice = f"`sunspot stop {access.arguments}` makes it save and stop; then delete it"
-        raise ConflictError(f"{run.name} is live, so nothing was removed: {state}, {reason}{unseen}; {advice}")
+        raise ConflictError(f"{run.name} is still live ({state}: {reason}), so nothing was removed{unseen}; {advice}")
     own, foreign = _list(run)
     if (own or foreign) and not snapshot.storage.summary.deleting and not holds_run(run.name, own):
         jobs = " ".join(job.name for job in snapshot.cluster.jobs)
@@ -255,8 +255,8 @@ def _empty(run: Run) -> None:
     for _ in range(MAX_ROUNDS):
         if left and not deletion_begun(run):
             raise ConflictError(
-                f"{run.location}: the marker of its deletion is gone, so another process has completed the deletion. "
-                "The remaining objects might belong to a new run, and were not removed; check them, and delete again"
+                f"{run.location}: the deletion marker is gone, so another process has finished deleting this run. The "
+                "remaining objects might belong to a new run and were not removed; check them before you delete again"
             )
         for upload in _unfinished(run):
             run.storage.discard(upload)

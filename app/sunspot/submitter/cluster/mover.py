@@ -137,7 +137,7 @@ class Mover:
         return self._move(access.run.name, request, reason) if request else None
 
     def close(self, name: str) -> None:
-        """Wait until a move of the run is undone. Call this if the run has ended before the move was complete."""
+        """Wait until a move of the run is undone. Call this if the run ended before the move was complete."""
         wait([move for move in [self._moves.pop(name, None)] if move], GONE_WITHIN_S)
 
     def _choose(self, access: RunAccess, snapshot: RunSnapshot) -> tuple[JobRequest | None, str]:

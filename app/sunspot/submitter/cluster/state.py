@@ -149,7 +149,10 @@ def find_next_job(seen: ClusterSeen, stored: RunSeen) -> JobView | None:
 
 
 def without_next_job(seen: ClusterSeen, stored: RunSeen) -> ClusterSeen:
-    """Return `seen` without the RayJob of `find_next_job`, so that the newest remaining RayJob trains the run."""
+    """Return `seen` without the RayJob that `find_next_job` returns, if there is one.
+
+    The newest remaining RayJob is then the one that is training the run.
+    """
     return replace(seen, jobs=seen.jobs[1:]) if find_next_job(seen, stored) else seen
 
 

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
         names = contents.name_foreign()
         warn(f"these files were left in {access.run.location}, because they do not belong to the run: {names}")
     if access.run.storage.keeps_versions():
-        warn("the bucket keeps versions of deleted objects; their space is freed when its lifecycle rules expire them")
+        warn("the bucket keeps versions of deleted objects, which take up space until its lifecycle rules remove them")
 
 
 def _print(access: RunAccess, contents: RunContents) -> None:
