@@ -21,6 +21,7 @@ from PIL import Image
 from sunspot.settings import Settings
 from tests.harness import REPOSITORY, SHELL, skip_without
 from tests.harness.documentation import find_commands, find_example, find_patched
+from tests.harness.program import job_environment
 from tests.harness.shards import write_tar
 
 COMMANDS = find_commands("sh")
@@ -81,7 +82,7 @@ def run_command(command: str, checkout: Path, ray_address: str) -> str:
     """Run a documented command for only a few steps and return its output. It must exit with code 0."""
     short = {
         "PYTHON": "false",  # must not rebuild the .venv, which is the repository's own
-        "RAY_ADDRESS": ray_address,
+        **job_environment(ray_address),
         "SUNSPOT_MAX_STEPS": "2",
         "SUNSPOT_NUM_WORKERS": "1",
         "SUNSPOT_GLOBAL_BATCH_SIZE": "16",
@@ -95,7 +96,7 @@ def run_command(command: str, checkout: Path, ray_address: str) -> str:
     if "keras" in command:
         skip_without("keras", "tensorflow")
     if re.search(r"\bsunspot[. ]predict ", command):
-        short = {"RAY_ADDRESS": ray_address}
+        short = job_environment(ray_address)
     elif re.search(r"\b(make|sunspot) tune ", command):
         short |= {"SUNSPOT_TRIALS": "2"}
     elif not re.search(r"\b(make|sunspot) train\b", command):

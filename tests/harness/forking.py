@@ -26,7 +26,7 @@ LOOK_EVERY_S = 1.0
 """Seconds between checks that Ray's process on the node is running."""
 
 READY_S = 120.0
-"""Seconds that the imports may take."""
+"""Seconds within which the server must listen."""
 
 STARTER = 0
 """Descriptor that is open while the process that started the server is running: stdin."""
@@ -42,7 +42,7 @@ def executable(name: str) -> str:
 
 @contextlib.contextmanager
 def server_running(name: str, modules: list[str], environment: dict[str, str]) -> Iterator[None]:
-    """Context manager that runs a server which has imported these modules in this environment."""
+    """Context manager that runs a server in this environment, which imports these modules before its first fork."""
     command = [sys.executable, __file__, name, "serve", *modules]
     server = subprocess.Popen(command, env={**os.environ, **NO_THREADS, **environment}, stdin=subprocess.PIPE)
     deadline = time.monotonic() + READY_S
@@ -75,15 +75,16 @@ def serve(name: str, modules: list[str]) -> None:
     """Fork a worker for each client until the process that started this server ends."""
     del sys.path[0]  # the folder of this file
     plain_path = list(sys.path)
-    draw_class_ids_apart()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(f"\0{name}")
+    listener.listen()  # before the imports, which clients can then wait for
+    if "ray" in modules:
+        draw_class_ids_apart()
     for module in modules:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # a garbage collection would copy the pages of all imported modules by writing to them
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps children
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(f"\0{name}")
-    listener.listen()
     while STARTER not in select.select([listener, STARTER], [], [])[0]:
         connection = listener.accept()[0]
         if os.fork() == 0:

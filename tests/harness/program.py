@@ -54,7 +54,13 @@ FORKED_WITH = [
     "ray.train.torch",
     *ON_FIRST_USE,
 ]
-"""Modules that the fork server of the tests' Ray session imports for its workers."""
+"""Modules that the fork server of the tests' own Ray job imports for its workers."""
+
+FORKED_WITHOUT_RAY = ["pandas", "pyarrow.dataset", "torchvision", *ON_FIRST_USE]
+"""Modules that the fork server of all other jobs imports. Ray is not one, because it reads its job's ID on import."""
+
+OWN_JOB, OTHER_JOBS = (f"sunspot-tests-{os.getpid()}-{jobs}" for jobs in ("own", "others"))
+"""Names of the two fork servers."""
 
 
 class Training(Future[int]):
@@ -104,13 +110,21 @@ class Program:
 
         Its workers get the test's PYTHONPATH and cloud variables, as the workers of a submitted job get the job's.
         """
-        given = {name: value for name, value in os.environ.items() if name.upper().startswith(GIVEN)}
-        job = {RAY_JOB_CONFIG_JSON_ENV_VAR: json.dumps({"runtime_env": {"env_vars": given}})} if given else {}
-        environment = {**os.environ, **self.environment(**settings), "RAY_ADDRESS": self.ray_address, **job}
+        environment = {**os.environ, **self.environment(**settings), **job_environment(self.ray_address)}
         command = [sys.executable, "-m", "sunspot.train"]
         return subprocess.Popen(
             command, env=environment, cwd=REPOSITORY, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
+
+
+def job_environment(ray_address: str) -> dict[str, str]:
+    """Return the variables with which a driver in another process joins the tests' Ray session as a job.
+
+    The job's workers are forked.
+    """
+    given = {name: value for name, value in os.environ.items() if name.upper().startswith(GIVEN)}
+    runtime_env = {"env_vars": given, "py_executable": executable(OTHER_JOBS)}
+    return {"RAY_ADDRESS": ray_address, RAY_JOB_CONFIG_JSON_ENV_VAR: json.dumps({"runtime_env": runtime_env})}
 
 
 @pytest.fixture(scope="session")
@@ -118,7 +132,7 @@ def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Start a Ray session for all tests, with more CPUs than the machine has, which Ray does not check.
 
     The session has one node with room for one cluster worker (`WORKER_NODE`). tests/harness/nodes.py adds more nodes.
-    Workers of this process's own job are forked (tests/harness/forking.py).
+    Workers are forked (tests/harness/forking.py).
     """
     import ray
 
@@ -129,17 +143,20 @@ def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         # Fails in a second process if pytest-xdist has not kept the group together.
         (tmp_path_factory.getbasetemp().parent / "ray").mkdir()
     os.environ.update(RAY_ENVIRONMENT, RAY_prestart_worker_first_driver="0")  # for workers that are not forked
-    name = f"sunspot-tests-{os.getpid()}"
     context = start_local_ray(
         num_cpus=4,
         resources=WORKER_NODE,
         log_to_driver=False,
-        runtime_env={"py_executable": executable(name)},
+        runtime_env={"py_executable": executable(OWN_JOB)},
     )
     raylet = ray._private.worker._global_node.all_processes["raylet"][0].process.pid
     # As in a worker, because Ray reads these variables when it is imported.
-    environment = {"RAY_JOB_ID": ray.get_runtime_context().get_job_id(), "RAY_RAYLET_PID": str(raylet)}
-    with server_running(name, FORKED_WITH, environment):
+    environment = {"RAY_RAYLET_PID": str(raylet)}
+    own_job = {"RAY_JOB_ID": ray.get_runtime_context().get_job_id(), **environment}
+    with (
+        server_running(OTHER_JOBS, FORKED_WITHOUT_RAY, environment),
+        server_running(OWN_JOB, FORKED_WITH, own_job),
+    ):
         # Otherwise, a run of fixed size would let Ray create its own coordinator, which elastic runs could not replace.
         install_coordinator()
         # Ray 2.60 always reports a lost node on stdout, even during a later test. That test's output would contain the
