@@ -22,6 +22,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Field,
     GetPydanticSchema,
     PlainSerializer,
     PlainValidator,
@@ -277,7 +278,7 @@ class Settings(BaseModel):
     labels: Labels = setting({}, """a JSON object of strings, e.g. {"team": "vision"}""")
     "Labels by which `sunspot cost` groups costs, in addition to the profile's labels."
 
-    job: JobContext = JobContext()
+    job: JobContext = Field(default_factory=JobContext)
     "Values that the job's manifest sets, not the user."
 
     @property
