@@ -18,6 +18,7 @@ import asyncio, json, os, subprocess, sys
 import ray
 ray.init(address="local", num_cpus=1, include_dashboard=False)  # as in a notebook: this process gets its own token
 ray.shutdown()
+os.environ["HOME"] = os.environ["NO_HOME"]
 from sunspot.ray_session import ray_session
 
 with ray_session():
@@ -66,11 +67,12 @@ print(json.dumps({"session": session, "job": {"code": code, "status": info.statu
 
 @pytest.fixture(scope="module")
 def session_output(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return what PROGRAM prints in an environment without a home directory."""
+    """Return what PROGRAM prints. Its second session has no home directory."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    home = tmp_path_factory.mktemp("session") / "home"
-    home.write_text("")  # this is a file, because root could write to a folder without permissions
-    return run_program({**environment, "HOME": str(home)})
+    home = tmp_path_factory.mktemp("home")
+    no_home = home / "file"
+    no_home.write_text("")  # this is a file, because root could write to a folder without permissions
+    return run_program({**environment, "HOME": str(home), "NO_HOME": str(no_home)})
 
 
 def run_program(environment: dict[str, str]) -> dict[str, Any]:

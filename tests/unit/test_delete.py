@@ -300,7 +300,7 @@ def test_a_run_that_trains_without_a_cluster_is_not_deleted(sunspot: Command, ru
     attempt = start(begin(run), JOB)
     write_status(run, Status(RunState.RUNNING, JOB, attempt=1))
     assert sunspot("delete", "run", "--yes") == 6
-    assert "run is live" in sunspot.err
+    assert "run is still live" in sunspot.err
     assert read_attempts(run) == [attempt]
 
 

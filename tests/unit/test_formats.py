@@ -167,7 +167,7 @@ def test_csv_and_json_rows_are_read_unchanged(tmp_path: Path, suffix: str) -> No
         ({"a.csv": ["up", ""]}, COLUMNS, ["a.csv, row 1", "label is empty"]),
         ({"a.jsonl": LABELS}, {"label": Column("float32")}, ["a.jsonl", "label is string"]),
         ({"a.csv": LABELS}, {"label": Column("float32")}, ["a.csv, row 0 (line 2): label is 'up', but float32 needs"]),
-        ({"a.csv": [0.5, 1.5]}, COLUMNS, ["a.csv, row 0", "label is 0.5", "declare it as float32"]),
+        ({"a.csv": [0.5, 1.5]}, COLUMNS, ["a.csv, row 0", "label is 0.5", "declare label as float32"]),
         ({"a.csv": LABELS}, {"y": Column()}, ["no column 'y'", "(x, text, label)"]),
         ({"a.jsonl": ["up", None]}, COLUMNS, ["a.jsonl, row 1 (line 2)", "label is null"]),
         (
