@@ -12,7 +12,7 @@ from tests.harness.constants import SetConstants
 from tests.harness.program import Program
 from tests.harness.training import assert_audit_clean, newest, the_run
 
-STEPS = 200
+STEPS = 400
 
 
 def test_a_run_that_has_spent_its_budget_saves_and_continues_with_a_larger_budget(
@@ -22,7 +22,7 @@ def test_a_run_that_has_spent_its_budget_saves_and_continues_with_a_larger_budge
     settings = {
         "TASK": "tests.tasks.slow",
         "GLOBAL_BATCH_SIZE": 20,
-        "EPOCHS": 2,
+        "EPOCHS": 4,
         "DATASET": make_data(2000),
         "PRICES": json.dumps({"workers": {"price": 3600}}),  # 1 a second
     }
@@ -32,7 +32,7 @@ def test_a_run_that_has_spent_its_budget_saves_and_continues_with_a_larger_budge
     status = read_status(run)
     assert status
     assert status.state is RunState.STOPPED
-    assert status.reason.startswith("stopped by its spent budget of 0.50, because it has cost ")
+    assert status.reason.startswith("stopped by its spent budget of 0.5, because it has cost ")
     assert 0 < newest(run).step == status.step < STEPS
 
     program.run(**settings, BUDGET="0.5")  # a retry of the job does not train

@@ -151,7 +151,7 @@ def test_the_columns_argument_of_a_tree_task_must_be_a_list_of_names(columns: An
         (settings_for("catboost"), "SUNSPOT_TASK_ARGS: library must be xgboost or lightgbm, not 'catboost'"),
         (
             settings_for("xgboost", objective="rank:ndcg"),
-            "options for xgboost contain objective, but the data",
+            "options for xgboost contain objective, which Sunspot sets itself",
         ),
         (settings_for("xgboost", max_depth="deep"), "xgboost rejects {'max_depth': 'deep'}: "),
         (settings_for("lightgbm", num_leaves="many"), "lightgbm rejects {'num_leaves': 'many'"),
