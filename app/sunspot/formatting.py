@@ -26,6 +26,12 @@ def plural(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
+def kind_of(value: object) -> str:
+    """Return the name of a value's type with its indefinite article, such as `a float` or `an int`."""
+    name = type(value).__name__
+    return f"an {name}" if name[0] in "aeioAEIO" else f"a {name}"
+
+
 def brief(text: str, most: int = 60) -> str:
     """Shorten text to its first `most` characters, for use in a message."""
     return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"

@@ -62,7 +62,7 @@ def test_doctor_distinguishes_slow_rows_a_slow_rank_and_a_memory_leak(program: P
 
 
 @pytest.mark.slow
-def test_doctor_reports_a_run_without_faults_as_healthy(program: Program, make_data: MakeData) -> None:
+def test_doctor_reports_a_run_without_problems_as_healthy(program: Program, make_data: MakeData) -> None:
     found = train(program, make_data(20 * STEPS))
     assert set(found) == {Diagnosis.HEALTHY}
     run = the_run(program)

@@ -34,7 +34,7 @@ def test_a_run_that_moves_to_another_cluster_repeats_no_step(
     output = new.communicate(timeout=150)[0]
 
     assert new.returncode == 0, output
-    assert "moving from run-1 in east, which trains until the workers here are ready" in output
+    assert "moving from run-1 in east, which keeps training until the workers here are ready" in output
     first, second = read_attempts(run)
     assert (Owner.parse(first.owner), Owner.parse(second.owner)) == (east, west)
     assert (moved.cause, moved.replayed, moved.at_least) == (Cause.RESUMED, 0, False)

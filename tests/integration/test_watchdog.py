@@ -463,7 +463,7 @@ def test_records_from_several_journals_are_read_in_order(run: Run) -> None:
     assert [(record["attempt"], record["step"]) for record in read_journal(run, "events")] == [(1, 0), (1, 1), (1, 2)]
 
 
-def test_a_process_that_hangs_before_its_first_step_exits() -> None:
+def test_a_process_exits_if_it_hangs_before_its_first_step() -> None:
     """No other rank can end a process that hangs while its group forms, for example."""
     program = """
         import ctypes, sys, time

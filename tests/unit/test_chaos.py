@@ -316,8 +316,8 @@ def borrow(training: Training) -> None:
 @pytest.mark.parametrize(
     ("change", "code", "said"),
     [
-        (Training.end, 3, "run is not live but succeeded"),
-        (lambda training: training.cluster.delete_job(JOB), 3, "run is not live but"),
+        (Training.end, 3, "faults need a live run, but the state of run is succeeded"),
+        (lambda training: training.cluster.delete_job(JOB), 3, "faults need a live run, but the state of run is"),
         (borrow, 2, "run-1 shares its cluster with other jobs"),
         (lambda training: training.cluster.down(), 4, "cannot be reached"),
     ],

@@ -75,7 +75,7 @@ BROKEN = [
         ', reduction="none"',
         "",
         SettingsError,
-        r"its loss, defined at .*\.py:17, returned the losses as a Tensor of shape \[\]; return",
+        r"its loss, defined at .*\.py:17, returned the losses of type Tensor and shape \[\]; return",
     ),
     (
         "def loss(model, batch):",
@@ -101,7 +101,7 @@ BROKEN = [
         "nn.Linear(784, 8)",
         "nn.LazyLinear(8)",
         SettingsError,
-        r"2 tensors that have no shape yet, such as first.weight; run a forward pass in build_model",
+        r"2 tensors with no shape yet, such as first.weight; run a forward pass in build_model",
     ),
     (
         "return self.head(self.first(images.flatten(1) / 255))",
@@ -135,7 +135,7 @@ def check_task(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch, **setti
 
 
 @pytest.mark.parametrize("loop", ["", OWN_LOOP], ids=["loss", "own loop"])
-def test_a_task_without_faults_passes_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: str) -> None:
+def test_a_task_without_errors_passes_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: str) -> None:
     of_batch = TASK.replace("predict(model, images)", "predict(model, batch)").replace(
         "model(images)", 'model(batch["image"])'
     )

@@ -490,7 +490,7 @@ def epoch(number: int, rows: int = ROWS, missing: int = 0, repeated: int = 0) ->
     return {"epoch": number, "rows": rows, "missing": missing, "repeated": repeated}
 
 
-def test_an_audit_without_faults_succeeds(run: Run, sunspot: StorageCommand) -> None:
+def test_an_audit_that_finds_no_errors_succeeds(run: Run, sunspot: StorageCommand) -> None:
     audited(run, 2 * STEPS_PER_EPOCH + 2)
     proved = sunspot.process("audit", "run", "--json")
     assert (proved.code, proved.err) == (0, "")

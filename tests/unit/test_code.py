@@ -243,7 +243,7 @@ def test_only_the_beginning_of_text_files_is_searched_for_credentials(
 
 
 def test_a_folder_without_code_is_rejected(tmp_path: Path, set_constants: SetConstants) -> None:
-    with pytest.raises(SettingsError, match="no such folder"):
+    with pytest.raises(SettingsError, match=r"the code folder .* does not exist"):
         pack(tmp_path / "nowhere")
     with pytest.raises(SettingsError, match="the folder is empty, or git ignores all"):
         pack(tmp_path)
@@ -252,7 +252,7 @@ def test_a_folder_without_code_is_rejected(tmp_path: Path, set_constants: SetCon
     with pytest.raises(SettingsError, match="4 files of 200 bytes, but at most 3 and 100 MB"):
         pack(tmp_path)
     write(tmp_path, {".git": "gitdir: nowhere"})
-    with pytest.raises(SettingsError, match=r"git cannot list its files: .*not a git"):
+    with pytest.raises(SettingsError, match=r"git cannot list the files in the code folder .*not a git"):
         pack(tmp_path)
 
 
@@ -433,7 +433,7 @@ def test_render_accepts_code_in_an_archive_but_not_in_a_folder(folder: Path, mon
 
 def test_a_task_that_is_not_in_the_code_is_reported(cluster: FakeCluster, sunspot: Command, folder: Path) -> None:
     assert sunspot.submit("--code", str(folder / "nowhere")) == 2
-    assert sunspot.err.startswith(f"error: code {folder}/nowhere: no such folder")
+    assert sunspot.err.startswith(f"error: the code folder {folder}/nowhere does not exist")
     assert sunspot.submit("--code", str(folder), "--set", "TASK=other.task") == 0
     assert "SUNSPOT_TASK=other.task: the code does not contain other.py, so pods have it only if" in sunspot.err
     assert "includes no code" not in sunspot.err

@@ -349,7 +349,7 @@ def test_duplicate_columns_are_rejected(tmp_path, twice):
     names = ["image", "label", twice]
     columns = {"image": tensors(random_images(2, 4, 4)), "label": pa.array([0, 1])}
     pq.write_table(pa.table([columns[name] for name in names], names=names), tmp_path / "a.parquet")
-    with refusal(DataError, "a.parquet", f"several columns '{twice}'", "rename all but one"):
+    with refusal(DataError, "a.parquet", f"several columns named '{twice}'", "rename all but one"):
         open_images(str(tmp_path))
 
 

@@ -286,7 +286,7 @@ def test_the_size_is_counted_again_if_its_record_is_damaged(tmp_path: Path, reco
 @pytest.mark.parametrize(
     "damaged", [b"", b"abc", CONTENT, b"\0" * (len(CONTENT) + 4)], ids=["empty", "cut", "no checksum", "zeros"]
 )
-def test_a_damaged_entry_is_read_again(tmp_path: Path, damaged: bytes, warned: list[str]) -> None:
+def test_a_damaged_entry_is_read_from_the_bucket_again(tmp_path: Path, damaged: bytes, warned: list[str]) -> None:
     bucket = Bucket()
     cache = DiskCache(str(tmp_path), limit=1 << 20)
     bucket.read(cache, "a")

@@ -1125,7 +1125,7 @@ def test_an_unreadable_folder_of_a_run_is_reported(run: Run, sunspot: Command) -
     assert f"{folder}: {os.strerror(errno.ELOOP)}" in found["storage trouble"]["evidence"]
     assert sunspot("status", "run") == 0
     assert str(folder) in sunspot.err
-    assert "from the cluster alone" not in sunspot.err, "no cluster was asked"
+    assert "only from the cluster" not in sunspot.err, "no cluster was asked"
 
 
 def test_a_damaged_attempt_is_reported(run: Run, sunspot: Command) -> None:

@@ -103,8 +103,8 @@ def test_all_rows_are_scored_once_on_any_number_of_workers(plan_of: Callable[[st
     ("returned", "says"),
     [
         ("scores.mean()", "returned a Tensor; return a dict of numbers"),
-        ("{'f1': scores}", "returned f1 as a Tensor; return one number"),
-        ("{'f1': None}", "returned f1 as a NoneType"),
+        ("{'f1': scores}", "returned f1 of type Tensor; return one number"),
+        ("{'f1': None}", "returned f1 of type NoneType"),
         ("{'step': 1}", "its compute_metrics returns a metric with the name 'step'"),
         ("{'test_f1': 1}", "is reserved for metrics of held-out rows"),
         ("{'hits': 1}", "returned hits, but loss also returns hits; rename one of them"),

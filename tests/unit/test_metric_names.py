@@ -74,7 +74,7 @@ def test_a_loss_function_cannot_return_a_reserved_name(group: dist.ProcessGroup)
     ("value", "message"),
     [
         ("{'loss': bias, 'steps': bias}", "it logs a metric with the name 'steps': every record"),
-        ("{'loss': bias, 'hits': 0.5}", "logged hits as a float; log a tensor"),
+        ("{'loss': bias, 'hits': 0.5}", "logged hits of type float; log a tensor"),
     ],
 )
 def test_a_custom_loop_cannot_log_a_reserved_name(

@@ -220,7 +220,7 @@ def test_a_profile_in_a_bucket_shows_its_cost_and_the_longest_operations(
         ("--steps 10", RunState.RUNNING, 2, "can record at most 9, because its epochs have 10 steps"),
         ("", RunState.STARTING, 6, "run is starting: why; a profile needs a run that is training"),
         ("", RunState.FINISHING, 6, "run is finishing: why"),
-        ("", RunState.STOPPED, 3, "run is not live but stopped: why; a profile needs a live run"),
+        ("", RunState.STOPPED, 3, "a profile needs a live run, but the state of run is stopped: why"),
         ("--timeout 0", RunState.RUNNING, 5, "rank 0 wrote no trace in time (the run is running)"),
     ],
 )

@@ -146,7 +146,7 @@ def test_the_cheapest_groups_determine_how_many_workers_fit(tmp_path: Any) -> No
 
 
 @pytest.mark.parametrize(("degree", "pods"), [("", 3), ("8", 3), ("16", 2)])
-def test_only_pods_that_complete_a_replica_count_as_room(degree: str, pods: int) -> None:
+def test_a_quota_has_room_only_for_pods_that_form_complete_replicas(degree: str, pods: int) -> None:
     settings = {"NUM_WORKERS": "16..32", "PARALLEL": "hsdp", "SHARD_DEGREE": degree}
     made = quota({"requests.nvidia.com/gpu": "31"})
     [found] = check_quotas([made], (), render("gke-a3-8gpu", settings).manifest)

@@ -332,7 +332,9 @@ def test_a_run_without_an_intact_checkpoint_is_not_started_over(run: Run) -> Non
         begin_attempt(Claimant(run, "you"), Settings(global_batch_size=5, accept="loss-of-another"), machines(None))
 
 
-def test_a_checkpoint_that_is_being_deleted_is_not_damaged(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_is_being_deleted_is_not_reported_as_damaged(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A deletion removes files while they are read, and it also removes the claim."""
     damaged_run(run)
     find = sunspot.elastic.claim.find_newest_good

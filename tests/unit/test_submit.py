@@ -569,7 +569,9 @@ def test_resuming_a_run_that_was_stopped_while_pending_prints_the_submit_command
     assert not stop_requested(sunspot.run)
 
 
-def test_stop_waits_for_the_save_and_resume_restarts_the_job(cluster: FakeCluster, sunspot: Command) -> None:
+def test_the_stop_command_waits_for_the_save_and_the_resume_command_restarts_the_job(
+    cluster: FakeCluster, sunspot: Command
+) -> None:
     sunspot.submit()
     name, before = only_job(cluster), owner(cluster)
     spec = json.dumps(cluster.jobs[name]["spec"])

@@ -69,7 +69,7 @@ def train(task: Any, settings: Settings, source: Source) -> list[float]:
 def test_init_does_not_replace_files(sunspot: Command, tmp_path: Path) -> None:
     (tmp_path / "sunspot.toml").write_text("EPOCHS = 7")
     assert sunspot("init", "table", str(tmp_path)) == 2
-    assert f"nothing was written, because {tmp_path / 'sunspot.toml'} would be lost" in sunspot.err
+    assert f"nothing was written, because the files would overwrite {tmp_path / 'sunspot.toml'};" in sunspot.err
     assert [path.name for path in tmp_path.iterdir()] == ["sunspot.toml"]
     assert sunspot("init", "tables", str(tmp_path / "new")) == 2
     assert not (tmp_path / "new").exists()

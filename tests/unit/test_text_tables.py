@@ -214,7 +214,7 @@ def test_a_list_in_a_csv_cell_needs_a_decode_function(tmp_path: Path) -> None:
         ("x,label\n", "a.csv has no rows; add rows, or remove the file"),
         ("x, label\n1,up\n", "among its columns (x,  label); remove the spaces around the column's name"),
         ("1,up\n2,down\n", "these values; the first line must contain the column names"),
-        ("x,x,label\n1,2,up\n", "several columns 'x' among its columns"),
+        ("x,x,label\n1,2,up\n", "several columns named 'x'; rename all but one"),
     ],
 )  # fmt: skip
 def test_errors_about_csv_explain_the_fault(tmp_path: Path, content: str | bytes, said: str) -> None:

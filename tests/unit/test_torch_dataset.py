@@ -107,7 +107,7 @@ def test_color_images_become_channels_first() -> None:
         (PICTURE.convert("RGBA"), ["row 5: the input is an image of mode RGBA", "convert it to L or RGB"]),
         (np.ones(2, np.uint16), ["row 5: the input is a ndarray of uint16"]),
         (torch.ones(2, dtype=torch.bfloat16), ["row 5: the input is a Tensor", "BFloat16"]),
-        (2**70, ["row 5: the input is a int of object"]),
+        (2**70, ["row 5: the input is an int of object"]),
     ],
 )
 def test_errors_about_invalid_items_include_the_row(item: Any, says: list[str]) -> None:
@@ -323,7 +323,7 @@ def test_test_share_holds_out_rows_of_a_dataset(task: Callable[..., Settings]) -
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("return [1, 2]", "find_sources returned a int; return a tuple of two"),
+        ("return [1, 2]", "find_sources returned an int; return a tuple of two"),
         ("return None", "find_sources returned a NoneType; return a tuple of two"),
         (
             "from tests.unit.test_torch_dataset import Rows; return Rows(3, abs), None",

@@ -501,7 +501,7 @@ def test_wait_for_an_unknown_run_fails(cluster: FakeCluster, sunspot: Command) -
         assert f"nor in namespace sunspot of http://127.0.0.1:{cluster.port}" in sunspot.err
 
 
-def test_wait_without_a_cluster_follows_storage(
+def test_wait_without_a_cluster_follows_the_run_in_storage(
     run: Run,
     sunspot: Command,
     when: Callable[..., None],
@@ -620,7 +620,7 @@ def test_status_works_when_the_cluster_is_gone(
         monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     assert sunspot("status", "run", "--json") == 0
     assert (sunspot.json["state"], sunspot.json["step"], sunspot.json["job"]) == ("succeeded", 10, None)
-    assert ("from storage alone" in sunspot.err) == (how != "gone")
+    assert ("only from storage" in sunspot.err) == (how != "gone")
 
 
 def test_commands_do_not_mention_a_cluster_for_a_local_run(run: Run, sunspot: Command) -> None:
@@ -640,7 +640,8 @@ def test_a_submitted_run_is_not_mistaken_for_a_local_run(run: Run, sunspot: Comm
     age(run, 100)
     run.storage.write(run.key("submissions", "0001-run-1234.json"), b"{}")
     assert sunspot("status", "run") == 0
-    assert "so this status comes from storage alone: no cluster" in sunspot.err
+    assert "the cluster cannot be read (no cluster" in sunspot.err
+    assert "so this status comes only from storage" in sunspot.err
 
 
 def test_status_works_without_storage(
@@ -653,7 +654,7 @@ def test_status_works_without_storage(
     cluster.set_status(JOB, "Running", "RUNNING")
     assert sunspot("status", "run", "--json") == 0
     assert (sunspot.json["state"], sunspot.json["step"]) == ("running", None)
-    assert "this status comes from the cluster alone" in sunspot.err
+    assert "this status comes only from the cluster" in sunspot.err
     cluster.delete_job(JOB)
     assert sunspot("status", "run") == 4
 
@@ -794,4 +795,4 @@ def test_list_includes_runs_that_exist_only_in_the_cluster(cluster: FakeCluster,
     cluster.down()
     assert sunspot("list", "--json") == 0
     assert [row["run"] for row in sunspot.json] == ["stored"]
-    assert "these states come from storage alone" in sunspot.err
+    assert "these states come only from storage" in sunspot.err

@@ -23,6 +23,7 @@ import tensorflow as tf
 import torch
 
 from sunspot.data.source import Batch, Source, model_inputs
+from sunspot.formatting import kind_of
 from sunspot.settings import PREFIX, Settings
 from sunspot.tasks.defaults import build_empty_optimizer, learning_rate_factor
 from sunspot.tasks.task import RATE_FUNCTIONS, Task, TrainingRun
@@ -137,7 +138,7 @@ class KerasTask(Task):
             model = self.module.build_keras(settings, source)
             if not isinstance(model, keras.Model) or not model.built or not model.compiled:
                 raise self.error(
-                    f"build_keras returned a {type(model).__name__}; return a keras.Model with an input shape, and "
+                    f"build_keras returned {kind_of(model)}; return a keras.Model with an input shape, and "
                     "call its compile(optimizer, loss) first"
                 )
             return model

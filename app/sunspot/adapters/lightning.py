@@ -18,6 +18,7 @@ from lightning.pytorch import LightningModule, Trainer
 from sunspot.data.order import Steps
 from sunspot.data.source import Batch, Source, rows_in
 from sunspot.errors import SettingsError, shorten
+from sunspot.formatting import kind_of
 from sunspot.log import warn_once
 from sunspot.metric_names import LOSS, refuse_names
 from sunspot.settings import Settings
@@ -75,7 +76,7 @@ class LightningTask(Task):
         """Build the LightningModule. Raises `SettingsError` if it uses features that are not supported."""
         model = self.module.build_module(settings, source)
         if not isinstance(model, LightningModule):
-            raise self.error(f"build_module returned a {type(model).__name__}; return a lightning.LightningModule")
+            raise self.error(f"build_module returned {kind_of(model)}; return a lightning.LightningModule")
         missing = [name for name in ("training_step", "configure_optimizers") if not defines(model, name)]
         if missing:
             raise self.error(f"{type(model).__name__} does not define {', '.join(missing)}")
@@ -174,7 +175,7 @@ class LightningTask(Task):
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shape = f" of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
             raise self.error(
-                f"a step's loss is a {type(loss).__name__}{shape}; return the batch's mean loss as a scalar tensor, or "
+                f"a step's loss is {kind_of(loss)}{shape}; return the batch's mean loss as a scalar tensor, or "
                 "a dict with that tensor under 'loss'"
             )
         means = {"loss": loss, **logged}
@@ -204,10 +205,9 @@ class LogCapture:
             refuse_names([short], f"self.log({name!r}) records")
         number = torch.as_tensor(value) if isinstance(value, (torch.Tensor, int, float)) else None
         if number is None or number.numel() != 1:
-            kind = type(value).__name__
             raise SettingsError(
-                f"self.log({name!r}) got a {kind}; log one number per batch; if this is a metric object, call it and "
-                "log the result"
+                f"self.log({name!r}) got {kind_of(value)}; log one number per batch; if this is a metric object, "
+                "call it and log the result"
             )
         first = self._names.setdefault(short, name)
         if short != LOSS and name != first:

@@ -131,7 +131,7 @@ class TrainerTask(Task):
         set_seed(settings.seed)  # reading the rows may have drawn random numbers
         trainer = self.module.build_trainer(settings, dataset)
         if not isinstance(trainer, Trainer):
-            raise self.error(f"build_trainer returned a {type(trainer).__name__}; return a transformers.Trainer")
+            raise self.error(f"build_trainer's result has type {type(trainer).__name__}; return a transformers.Trainer")
         self._refuse(trainer, [rows_in(here), rows_in(held_out) if held_out else 0])
         silence(trainer)
         model = TrainedModel(trainer, settings.task)

@@ -84,7 +84,7 @@ class MemorySnapshot:
 
     @property
     def checkpoint(self) -> str:
-        """The name of a checkpoint with the same state. The checkpoint might not exist."""
+        """The name of this state's checkpoint. The checkpoint might not have been committed."""
         return checkpoint_name(self.step, self.attempt, self.nonce)
 
 

@@ -89,7 +89,7 @@ def share_pages(
 class NodeState:
     """Reads a whole state for one node, and shares it with all of the node's ranks.
 
-    All workers of `group` must create it together.
+    All workers of `group` must create a reader together.
     """
 
     def __init__(self, run: Run, group: dist.ProcessGroup | None, nodes: list[str]) -> None:
@@ -173,7 +173,7 @@ class PartCopy(NamedTuple):
 
 
 class NodeParts:
-    """Reads a sharded state for one rank. All workers of `group` must create it together.
+    """Reads a sharded state for one rank. All workers of `group` must create a reader together.
 
     The number of workers can differ from the number of parts.
     """

@@ -133,10 +133,10 @@ def read_into(run: Run, checkpoint: Checkpoint, pieces: Sequence[Piece], into: d
 
 
 def read_pieces(storage: Storage, pieces: Sequence[Piece], into: dict[str, torch.Tensor], decode: Decode) -> None:
-    """Read pieces into full tensors or DTensors, keyed by name. Torch's planner finds the needed pieces.
+    """Read pieces into the full tensors or DTensors of `into`, keyed by name.
 
-    `Piece.file` is the file's key in `storage`. Apart from small gaps, no other bytes are read. Raises `DamageError` if
-    `decode` rejects the bytes of a piece.
+    `Piece.file` is the file's key in `storage`. Torch's planner decides which pieces the tensors need. Only these
+    pieces and small gaps between them are read. Raises `DamageError` if `decode` rejects the bytes of a piece.
     """
     plan = ReadPlan(pieces, into)
 

@@ -210,9 +210,10 @@ class Snapshots:
         """Begin to copy the state. Call `wait_for_copy` before parameters change.
 
         `ledger` is stored with the copy in memory. If `extra_state` is given, the snapshot is for storage. Its slot
-        then stays in use until the snapshot is released. Take such a snapshot only once the collectives that computed
-        the state are known to be complete, because it is kept even if collectives are aborted during the copy. Returns
-        None if the copy is not `needed`, and either no slot is free or the previous copy is not sealed yet.
+        then stays in use until the snapshot is released. Do not take such a snapshot until the collectives that
+        computed the state are known to be complete, because the snapshot is kept even if collectives are aborted during
+        the copy. Returns None if the copy is not `needed`, and either no slot is free or the previous copy is not
+        sealed yet.
         """
         began = time.perf_counter()
         self.wait_for_copy()

@@ -215,7 +215,7 @@ def _fsync(path: Path) -> None:
 
 
 def _split_folders(root: Path) -> dict[str, Path]:
-    """Return the folder that contains the class folders of each split. Without splits, the only key is ''."""
+    """Return each split's folder of class folders, keyed by split. Without splits, the only key is ''."""
     if not root.is_dir():
         raise DataError(f"{root} is not a folder; set --root to the folder that contains the class folders")
     names = list_folders(str(root))

@@ -17,7 +17,7 @@ from PIL import Image
 from sunspot.data.columns import DTYPES
 from sunspot.data.labels import LABEL
 from sunspot.errors import DataError, shorten
-from sunspot.formatting import some_of
+from sunspot.formatting import kind_of, some_of
 
 IMAGE, INPUT = "image", "input"
 """Column names for the unnamed input of a row: IMAGE if it is an image, otherwise INPUT."""
@@ -86,7 +86,7 @@ def to_columns(item: Any, row: str) -> dict[str, np.ndarray]:
         return {name: to_array(value, f"{row}: {name}") for name, value in named.items()}
     if isinstance(named, list) or (isinstance(named, tuple) and len(named) not in (1, 2)):
         raise DataError(
-            f"{row} is a {type(named).__name__} of {len(named)} values; return a dict of named columns, or a tuple of "
+            f"{row} is {kind_of(named)} of {len(named)} values; return a dict of named columns, or a tuple of "
             f"two values: the input (column {IMAGE} or {INPUT}) and the {LABEL}"
         )
     values = named if isinstance(named, tuple) else (named,)
@@ -104,7 +104,7 @@ def to_array(value: Any, place: str) -> np.ndarray:
             raise DataError(f"{place} is an image of mode {value.mode}; convert it to {' or '.join(PICTURE_MODES)}")
         pixels = np.asarray(value)
         return pixels[None] if pixels.ndim == 2 else np.ascontiguousarray(pixels.transpose(2, 0, 1))
-    shown = "None" if value is None else f"a {type(value).__name__}"
+    shown = "None" if value is None else kind_of(value)
     if isinstance(value, str):
         raise DataError(f"{place} is text, but batches contain only numbers; tokenize it, or number the classes")
     if value is None or isinstance(value, (bytes, Mapping)):

@@ -83,7 +83,7 @@ class Steps:
         return first + begin, first + end
 
     def ranks(self, world_size: int, first: int, last: int) -> np.ndarray:
-        """Return the rank that takes each of the positions `first` .. `last` - 1, int64 [last - first]."""
+        """Return the ranks that take the positions `first` .. `last` - 1, one per position, int64 [last - first]."""
         positions = np.arange(first, last)
         steps = np.minimum(positions // self.batch, self.per_epoch - 1)
         begins = steps * self.batch

@@ -413,7 +413,7 @@ def find_column(schema: pa.Schema, name: str, path: str) -> pa.Field:
             f"{path} has no column {name!r} {describe_columns(schema, name)}; {_how_to_name(schema, name, path)}"
         )
     if schema.names.count(name) > 1:
-        raise DataError(f"{path} has several columns {name!r} {describe_columns(schema, name)}; rename all but one")
+        raise DataError(f"{path} has several columns named {name!r}; rename all but one")
     field = schema.field(name)
     return field.with_type(plain_type(field.type))
 

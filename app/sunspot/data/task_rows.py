@@ -7,6 +7,7 @@ from sunspot.data.image_sources import find_sources
 from sunspot.data.mixed_source import open_mixture
 from sunspot.data.source import Source
 from sunspot.errors import SettingsError
+from sunspot.formatting import kind_of
 from sunspot.settings import PREFIX, Settings
 from sunspot.settings.mixture import parse_mixture
 
@@ -55,7 +56,7 @@ def _check_sources(returned: Any, task: str) -> tuple[Source, Source | None]:
     wrong = [each for each in parts if not _is_source(each)]
     if len(parts) == 2 and wrong in ([], [None]) and parts[0] is not None:
         return parts[0], parts[1]
-    found = f"a {type(wrong[0]).__name__}" if wrong else "one Source"
+    found = kind_of(wrong[0]) if wrong else "one Source"
     raise SettingsError(
         f"{PREFIX}TASK={task}: find_sources returned {found}; return a tuple of two Sources: the training rows, and "
         "the held-out rows or None. To use a torch.utils.data.Dataset, define build_dataset(settings) instead "

@@ -30,7 +30,7 @@ from sunspot.data.fingerprint import digest, digest_array, spread_evenly
 from sunspot.data.labels import LABEL
 from sunspot.data.source import SAMPLED_ROWS
 from sunspot.errors import ConflictError, DataError, SettingsError
-from sunspot.formatting import some_of
+from sunspot.formatting import kind_of, some_of
 from sunspot.settings import PREFIX, Settings
 
 GROUP_BYTES = 16 << 20
@@ -260,21 +260,20 @@ def is_list_of_datasets(returned: Any) -> bool:
 
 def find_fault(dataset: Any) -> str:
     """Return why a dataset cannot be used and how to fix this, or an empty string if the dataset is valid."""
-    kind = type(dataset).__name__
     if isinstance(dataset, DataLoader):
         return "a DataLoader; return its dataset, because Sunspot creates the batches"
     if hasattr(dataset, "row_groups"):
-        return f"a {kind}, which is a Source; return it from find_sources(settings)"
+        return f"{kind_of(dataset)}, which is a Source; return it from find_sources(settings)"
     try:
         rows = len(dataset) if hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset) else None
     except TypeError:
         rows = None
     if rows is None:
         return (
-            f"a {kind}, which does not return rows by number, so a run could not resume; return a map-style Dataset, "
-            "with __len__ and __getitem__ (for Hugging Face datasets, call load_dataset without streaming=True)"
+            f"{kind_of(dataset)}, which does not return rows by number, so a run could not resume; return a map-style "
+            "Dataset, with __len__ and __getitem__ (for Hugging Face data, call load_dataset without streaming=True)"
         )
-    return "" if rows else f"a {kind} without rows; return at least one row"
+    return "" if rows else f"{kind_of(dataset)} without rows; return at least one row"
 
 
 def find_class_names(dataset: Any) -> tuple[str, ...]:

@@ -24,8 +24,8 @@ class GroupChoice:
     def choose(self, room: Mapping[str, int], now: float) -> dict[str, int]:
         """Return how many workers to request from each group, keyed by its name.
 
-        `room` maps each group to the number of workers that fit on its nodes. `now` is the time of a monotonic clock,
-        in seconds.
+        `room` maps each group to the number of workers that fit on its nodes. `now` is a value of
+        `time.monotonic()`.
         """
         missing = beyond = self._workers
         for group in self._groups:

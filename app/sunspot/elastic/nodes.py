@@ -100,8 +100,8 @@ class NodeMonitor:
     ) -> NodeEvent | None:
         """Return an event that affects this worker group, or None.
 
-        `nodes` is `ray.nodes()`, and `draining` is `draining_nodes()`. `now` is the time of a monotonic clock, in
-        seconds.
+        `nodes` is `ray.nodes()`, and `draining` is `draining_nodes()`. `now` is a value of
+        `time.monotonic()`.
         """
         room = find_room([node for node in nodes if node["NodeID"] not in draining], self.per_worker)
         if room != self._room:

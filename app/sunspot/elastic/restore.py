@@ -23,6 +23,7 @@ from sunspot.checkpoint.weight_files import WeightFiles, find_in_folder, find_we
 from sunspot.elastic.claim import LocalState, StartPoint
 from sunspot.elastic.copies import ChosenCopy, SurvivingState
 from sunspot.errors import ConflictError, NotFoundError, SettingsError
+from sunspot.formatting import kind_of
 from sunspot.parallel.collectives import WorkerPlace, broadcast_from_rank0, gather_objects, run_on_all_ranks
 from sunspot.parallel.sharding import part_of
 from sunspot.parallel.transfers import transfer
@@ -316,7 +317,7 @@ def load_init(settings: Settings, chosen: tuple[Checkpoint, ShardedContents | No
         ) from error
     if not isinstance(state, dict):
         raise SettingsError(
-            f"SUNSPOT_INIT_FROM={wanted} contains a {type(state).__name__}; use a state_dict saved with torch.save"
+            f"SUNSPOT_INIT_FROM={wanted} contains {kind_of(state)}; use a state_dict saved with torch.save"
         )
     return state
 

@@ -120,8 +120,8 @@ class SickNodes:
     ) -> SickNode | None:
         """Return the node that the group should stop using, as chosen by `find_sick_node`.
 
-        Returns None if there is no such node, or during the pause after an earlier find. `now` is the time of a
-        monotonic clock, in seconds.
+        Returns None if there is no such node, or during the pause after an earlier find. `now` is a value of
+        `time.monotonic()`.
         """
         sick = find_sick_node(windows, group, size_without, least) if now >= self._not_before else None
         if sick:

@@ -15,6 +15,7 @@ from sunspot.data.images import read_images
 from sunspot.data.order import largest_pass
 from sunspot.data.source import EmptySource, ModelData, model_inputs
 from sunspot.errors import DamageError, NotFoundError, SettingsError, shorten
+from sunspot.formatting import kind_of
 from sunspot.predict.forward import forward_rows
 from sunspot.ray_session import enter_folder
 from sunspot.run import Run, open_run
@@ -178,7 +179,7 @@ def open_checkpoint(run: str, checkpoint: str, storage: str, task: str = "") -> 
     extra = load_state(place, chosen, "extra_state.pt")
     try:
         if not isinstance(extra, dict):
-            raise TypeError(f"a {type(extra).__name__}")
+            raise TypeError(kind_of(extra))
         data = ModelData.from_record(extra["data"])
         settings = recorded_settings(extra["settings"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:

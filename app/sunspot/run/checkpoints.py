@@ -51,8 +51,8 @@ MANIFEST = "manifest.json"
 
 ABANDONED_S = 24 * 3600
 """Seconds without a write after which an incomplete checkpoint counts as abandoned. Until then, a live process might
-still complete the checkpoint. S3 lists a file only once its upload is complete, but no upload takes a day, and no
-failing commit is retried for a day."""
+still complete the checkpoint. S3 does not list a file until its upload is complete, but no upload takes a day, and
+no failing commit is retried for a day."""
 
 SINCE_BEST = "evaluations_since_best"
 """The checkpoint metric that counts evaluations since the best one, if EARLY_STOP_EVALUATIONS is set."""

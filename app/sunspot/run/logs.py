@@ -210,7 +210,7 @@ class _Tee:
                 self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        """Write only to the log from then on, because the stream's reader is gone or the disk is full."""
+        """Write only to the log from now on, because the stream's reader is gone or the disk is full."""
         self._failed = True
         mute(self._stream)
         why = error.strerror or error

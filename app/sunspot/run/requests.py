@@ -44,7 +44,7 @@ class Request:
 
 
 class StopRequest:
-    """The requests to stop that a process has received for its run."""
+    """The stop requests that a process has received for its run."""
 
     def __init__(self) -> None:
         self.marked = False

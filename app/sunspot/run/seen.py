@@ -201,7 +201,7 @@ class RunDetails(RunSeen):
 
     @property
     def step(self) -> int:
-        """The newest optimizer step that is known."""
+        """The latest known optimizer step, or 0 if no step is known."""
         return max(
             self.status.step if self.status else 0,
             self.newest_record.get("step", 0),

@@ -146,7 +146,7 @@ class Storage(ABC):
 
     @abstractmethod
     def open(self, key: str, offset: int = 0) -> contextlib.AbstractContextManager[BinaryIO]:
-        """Open a stream of an object's bytes from `offset`, which must be 0 or less than the size."""
+        """Open a stream of an object's bytes from `offset`. A nonzero `offset` must be less than the object's size."""
 
     @abstractmethod
     def write(self, key: str, data: bytes) -> None:

@@ -113,7 +113,7 @@ def pack(folder: Path) -> CodeArchive:
     Files are searched for credentials only if there are no other problems.
     """
     if not folder.is_dir():
-        raise SettingsError(f"code {folder}: no such folder; pass the folder with your code, such as --code .")
+        raise SettingsError(f"the code folder {folder} does not exist; pass your code's folder, such as --code .")
     found = dict(islice(list_files(folder), 2 * MAX_FILES))
     names = sorted(found)
     problems = list(filter(None, (_find_problem(folder, name) for name in names)))
@@ -169,7 +169,7 @@ def _ask_git(folder: Path, *options: str) -> list[str]:
         listed = subprocess.run(command, capture_output=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         said = os.fsdecode(error.stderr).strip() if isinstance(error, subprocess.CalledProcessError) else shorten(error)
-        raise SettingsError(f"code {folder}: git cannot list its files: {said}") from error
+        raise SettingsError(f"git cannot list the files in the code folder {folder}: {said}") from error
     return list(filter(None, os.fsdecode(listed).split("\0")))
 
 

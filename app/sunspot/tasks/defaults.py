@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sunspot.errors import shorten
+from sunspot.formatting import kind_of
 from sunspot.settings import PREFIX, Settings
 from sunspot.tasks.task import Task
 
@@ -43,8 +44,7 @@ class PlainTask(Task):
             raise self.error(f"build_optimizer: {shorten(error)}") from error
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise self.error(
-                f"build_optimizer returned a {type(optimizer).__name__}; return a torch.optim.Optimizer, or a dict "
-                "of several"
+                f"build_optimizer returned {kind_of(optimizer)}; return a torch.optim.Optimizer, or a dict of several"
             )
         if is_scheduled(optimizer):
             raise self.error(

@@ -19,6 +19,7 @@ from torch import nn
 
 from sunspot.background import map_parallel
 from sunspot.errors import ConflictError, SettingsError, shorten
+from sunspot.formatting import plural
 from sunspot.machine.private_folder import private_folder
 from sunspot.parallel.sharding import find_slices, part_of
 from sunspot.settings import PREFIX
@@ -234,7 +235,8 @@ class PretrainedModel(nn.Module):
         different = sorted(self.state_dict().keys() ^ state_dict.keys())
         if different:
             raise RuntimeError(
-                f"{len(different)} weights are missing from either the state_dict or the model, such as {different[0]}"
+                f"the state_dict and the model differ in the names of {plural(len(different), 'weight')}, such as "
+                f"{different[0]}"
             )
         return super().load_state_dict(state_dict, strict=False, assign=assign)
 

@@ -33,7 +33,7 @@ from sunspot.elastic.receipts import Phases
 from sunspot.elastic.restore import TrainingState
 from sunspot.elastic.watchdog import Watchdog
 from sunspot.errors import ConflictError, SettingsError
-from sunspot.formatting import plural
+from sunspot.formatting import kind_of, plural
 from sunspot.log import warn_once
 from sunspot.observe.prometheus import Telemetry
 from sunspot.parallel.collectives import WorkerPlace, gather_objects, run_on_all_ranks
@@ -215,7 +215,7 @@ def build_model(plan: Plan, task: Task, state: TrainingState, attempt: Attempt, 
         model = task.build_model(settings, plan.source)
     if not isinstance(model, torch.nn.Module):
         raise SettingsError(
-            f"SUNSPOT_TASK={settings.task}: its build_model returned a {type(model).__name__}; return a torch.nn.Module"
+            f"SUNSPOT_TASK={settings.task}: its build_model returned {kind_of(model)}; return a torch.nn.Module"
         )
     refuse_uninitialized(model, settings)
     for part in models_in(model):
@@ -279,9 +279,9 @@ def refuse_uninitialized(model: torch.nn.Module, settings: Settings) -> None:
     lazy = [name for name, tensor in tensors if torch.nn.parameter.is_lazy(tensor)]
     if lazy:
         raise SettingsError(
-            f"SUNSPOT_TASK={settings.task}: its build_model returned a model with {plural(len(lazy), 'tensor')} "
-            f"that have no shape yet, such as {lazy[0]}; run a forward pass in build_model, or give each layer its "
-            "input size (nn.Linear instead of nn.LazyLinear)"
+            f"SUNSPOT_TASK={settings.task}: its build_model returned a model that contains "
+            f"{plural(len(lazy), 'tensor')} with no shape yet, such as {lazy[0]}; run a forward pass in build_model, "
+            "or give each layer its input size (nn.Linear instead of nn.LazyLinear)"
         )
 
 

@@ -79,7 +79,7 @@ def train_run(
 
     if settings.job.moves_from:
         old = Owner.parse(settings.job.moves_from).describe()
-        print(f"moving from {old}, which trains until the workers here are ready to continue", flush=True)
+        print(f"moving from {old}, which keeps training until the workers here are ready to take over", flush=True)
     with shipped_driver_output(run), tracked(run, settings, driver), report_result(run, driver):
         owner, origin = with_deadline(limit_s, "reading the newest checkpoint", find_origin)
         claimant = Claimant(run, owner, driver)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from sunspot.data.labels import LABEL
 from sunspot.data.source import Batch, rows_in
 from sunspot.errors import SettingsError
-from sunspot.formatting import as_bytes
+from sunspot.formatting import as_bytes, kind_of
 from sunspot.metric_names import refuse_names
 from sunspot.parallel.collectives import broadcast_from_rank0
 from sunspot.predict.forward import forward_rows
@@ -66,7 +66,7 @@ class HeldOutScores:
         rows = {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}
         returned = self._task.compute_metrics(rows.pop(SCORES), rows)
         if not isinstance(returned, Mapping):
-            raise SettingsError(f"{self._who} returned a {type(returned).__name__}; return a dict of numbers")
+            raise SettingsError(f"{self._who} returned {kind_of(returned)}; return a dict of numbers")
         refuse_names(returned, f"{self._who} returns")
         known = sorted(names & returned.keys())
         if known:
@@ -80,7 +80,7 @@ class HeldOutScores:
             return float(value)
         except (TypeError, ValueError, RuntimeError) as error:
             kind = type(value).__name__
-            raise SettingsError(f"{self._who} returned {name} as a {kind}; return one number for each name") from error
+            raise SettingsError(f"{self._who} returned {name} of type {kind}; return one number per name") from error
 
     def _refuse_size(self, rows: int) -> None:
         """Raise `SettingsError` if all held-out rows would need too much memory, estimated from the newest batch."""

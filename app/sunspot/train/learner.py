@@ -179,10 +179,10 @@ def refuse_means(learner: Learner, returned: Any, rows: int) -> tuple[torch.Tens
     for name, value in values.items():
         if not isinstance(value, torch.Tensor) or value.shape != (rows,):
             place = place_of_function(learner.task.loss)
-            shape = f" of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
+            shape = f" and shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
             raise SettingsError(
-                f"SUNSPOT_TASK={learner.plan.settings.task}: its loss{place and f'{place},'} returned {name} as a "
-                f"{type(value).__name__}{shape}; return a tensor of shape [{rows}] with the loss of each row "
+                f"SUNSPOT_TASK={learner.plan.settings.task}: its loss{place and f'{place},'} returned {name} of "
+                f"type {type(value).__name__}{shape}; return a tensor of shape [{rows}] with the loss of each row "
                 '(reduction="none"), and optionally a dict of metrics of the same shape'
             )
     if metrics:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from sunspot.errors import SettingsError, shorten
-from sunspot.formatting import plural
+from sunspot.formatting import kind_of, plural
 from sunspot.plan import Plan
 from sunspot.settings import PREFIX
 from sunspot.tasks import Task
@@ -158,7 +158,7 @@ class PlayedSchedulers:
         built = self._build(self._optimizer, self._plan.settings, self._total_steps, **wanted)
         schedulers = list(built.values()) if isinstance(built, Mapping) else [built]
         for each in schedulers:
-            returned = f"{PREFIX}TASK={self._plan.settings.task}: its build_scheduler returned a {type(each).__name__}"
+            returned = f"{PREFIX}TASK={self._plan.settings.task}: its build_scheduler returned {kind_of(each)}"
             if isinstance(each, ReduceLROnPlateau):
                 raise SettingsError(
                     f"{returned}, which follows a metric, but a run can resume from any step, so its learning rates "

@@ -75,7 +75,7 @@ class TrainingRun:
         return model
 
     def use_model(self, model: torch.nn.Module) -> None:
-        """Train this model, whose gradients are averaged over the workers."""
+        """Set the run's model. Its gradients are averaged over the workers."""
         self.model = model
         self._finite = FiniteGradients(model)
         self._averaging = models_with_averaging(model)
@@ -207,7 +207,7 @@ class TrainingRun:
         logged = {}
         for name, value in values.items():
             if not isinstance(value, torch.Tensor):
-                raise self._error(f"logged {name} as a {type(value).__name__}; log a tensor")
+                raise self._error(f"logged {name} of type {type(value).__name__}; log a tensor")
             if value.shape not in ((), (rows,)):
                 shape = list(value.shape)
                 raise self._error(f"logged {name} of shape {shape}; log one number, or one for each of {rows} rows")

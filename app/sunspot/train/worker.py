@@ -52,7 +52,7 @@ EXIT_AFTER_S = 5.0
 """Seconds between the end of a worker group and the exit of its processes.
 
 Ray would keep the processes until it has room for a new group. They would keep a draining node alive, and Kubernetes
-replaces a pod only once it is gone.
+does not replace a pod until the pod is gone.
 """
 
 DEADLINE_MARGIN_S = 1.0

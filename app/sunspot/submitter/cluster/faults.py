@@ -116,7 +116,7 @@ class FaultInjector:
         live = next((job for job in snapshot.cluster.jobs if job.live), None)
         state, reason = snapshot.state()
         if not live or state.terminal:
-            raise NotFoundError(f"{self.run.name} is not live but {state}: {reason}; submit it first")
+            raise NotFoundError(f"faults need a live run, but the state of {self.run.name} is {state}: {reason}")
         if live.borrows_cluster:
             raise SettingsError(f"{live.name} shares its cluster with other jobs, which would also be affected")
 

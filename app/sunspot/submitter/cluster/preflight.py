@@ -37,7 +37,7 @@ OWNER_MAY_PASS = (
 
 
 def check(cluster: Cluster, run: Run, manifest: dict[str, Any]) -> tuple[JobView | None, list[str]]:
-    """Check the cluster and storage. The only change is a test object in storage, which is deleted again.
+    """Check the cluster and storage. The only change is a test object in storage, which is then deleted.
 
     Returns the RayJob with the API server's defaults, and warnings. Raises `ClusterError` or `StorageError`, which
     lists all problems and their fixes.

@@ -34,9 +34,9 @@ def run(args: argparse.Namespace) -> None:
     every = sorted(files("sunspot.templates").iterdir(), key=lambda file: file.name)
     templates = [file for file in every if file.name.startswith(f"my_{args.kind}.")]
     targets = {folder / (FILE if file.name.endswith(".toml") else file.name): file for file in templates}
-    existing = [str(path) for path in targets if path.exists()]
+    existing = ", ".join(str(path) for path in targets if path.exists())
     if existing:
-        raise SettingsError(f"nothing was written, because {', '.join(existing)} would be lost; choose another folder")
+        raise SettingsError(f"nothing was written, because the files would overwrite {existing}; choose another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, file in targets.items():

@@ -76,7 +76,7 @@ def _require_training(run: Run) -> Status:
         return seen.status
     if seen.state in (RunState.STARTING, RunState.FINISHING, RunState.STOPPING):
         raise ConflictError(f"{run.name} is {seen.state}: {seen.reason}; a profile needs a run that is training")
-    raise NotFoundError(f"{run.name} is not live but {seen.state}: {seen.reason}; a profile needs a live run")
+    raise NotFoundError(f"a profile needs a live run, but the state of {run.name} is {seen.state}: {seen.reason}")
 
 
 def _await_profiles(run: Run, request: ProfileRequest, until: float) -> list[RankProfile]:

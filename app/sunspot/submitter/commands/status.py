@@ -44,10 +44,10 @@ def _look(access: RunAccess) -> tuple[StatusRecord, RunDetails | None]:
     """Read the run, and warn if the cluster or storage does not answer."""
     snapshot, details = read_run(access)
     if snapshot.cluster.trouble:
-        warn(f"the cluster cannot be read, so this status comes from storage alone: {snapshot.cluster.trouble}")
+        warn(f"the cluster cannot be read ({snapshot.cluster.trouble}), so this status comes only from storage")
     if snapshot.storage.trouble:
         known = "the status in storage" if snapshot.storage.status else "the cluster"
-        warn(f"storage cannot be read, so this status comes from {known} alone: {snapshot.storage.trouble}")
+        warn(f"storage cannot be read ({snapshot.storage.trouble}), so this status comes only from {known}")
     warn_of_hidden(snapshot)
     older = [job.name for job in snapshot.cluster.jobs[1:] if job.live]
     if older:

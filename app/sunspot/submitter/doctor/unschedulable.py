@@ -2,7 +2,7 @@
 
 For each node, the scheduler reports only the first filter that fails: taints, then labels, then free resources, then
 volumes and other pods. A node that is reported as tainted might therefore lack required labels, too, but a node that
-is reported for its resources has them. Since Kubernetes 1.34, the message does not name the taints.
+is reported as short of resources has the required labels. Since Kubernetes 1.34, the message does not name the taints.
 """
 
 import re
