@@ -32,7 +32,7 @@ BUDGETS = {
     "baseline": 90,
     "checkpoint": 2610,
     "data": 4070,
-    "elastic": 2930,
+    "elastic": 2940,
     "machine": 250,
     "observe": 480,
     "parallel": 1010,
@@ -52,7 +52,7 @@ BUDGETS = {
     "tasks": 1150,
     "templates": 90,
     "tracking": 740,
-    "train": 4410,
+    "train": 4420,
     "tune": 560,
     "ui": 850,
 }

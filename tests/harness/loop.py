@@ -79,7 +79,9 @@ class Shares:
 def make_worker(plan: Plan, group: dist.ProcessGroup) -> Worker:
     """Return a worker on the CPU at the beginning of a run that is not stored."""
     idle: Any = SimpleNamespace(
-        **dict.fromkeys(("save", "took_step", "wait_for_copy", "drain", "close"), lambda *args, **options: None)
+        **dict.fromkeys(
+            ("save", "count_step", "took_step", "wait_for_copy", "drain", "close"), lambda *args, **options: None
+        )
     )
     return _make_worker(plan, group, Attempt(1, "me", None, 0), TrainingState(), lambda *_: idle)
 
@@ -133,11 +135,11 @@ def _take_part(plan: Plan, run: Run, killed_at: int, group: dist.ProcessGroup) -
     worker = join_run(plan, run, "me", group)
     took_step = worker.checkpoints.took_step
 
-    def took_or_die(step: int, rows: torch.Tensor | None, in_doubt: bool) -> None:
+    def took_or_die(step: int, rows: torch.Tensor | None) -> None:
         if step == killed_at:
             worker.checkpoints.drain()
             os.kill(os.getpid(), signal.SIGKILL)
-        took_step(step, rows, in_doubt)
+        took_step(step, rows)
 
     worker.checkpoints.took_step = took_or_die
     QuietWorker.losses = []

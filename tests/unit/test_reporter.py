@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,7 @@ from sunspot.parallel.collectives import WorkerPlace
 from sunspot.parallel.decisions import StepActions
 from sunspot.plan import Plan
 from sunspot.run import open_run
-from sunspot.run.attempts import Attempt, lineage
+from sunspot.run.attempts import Attempt, checkpoint_name, lineage
 from sunspot.run.history import Journals, iter_rank_records, newest_record, read_journal
 from sunspot.run.incidents import Cause, read_receipts
 from sunspot.run.status import RunState, read_status
@@ -50,6 +51,10 @@ def make_worker(plan: Plan, group: dist.ProcessGroup, *own: Any) -> Worker:
     checkpoints, commands, telemetry, reporter = own
     begun = GroupStart(0, True, {})
     return Worker(learner, begun, checkpoints, commands, MagicMock(), telemetry, reporter, ExitStack())
+
+
+def take_last_step(reporter: Reporter) -> None:
+    reporter._finishing(12)
 
 
 @pytest.mark.parametrize("name", ["loss", "generator_loss"])
@@ -111,6 +116,36 @@ def test_each_report_adds_a_record_and_the_numbers_of_each_rank(
     assert "  1 worker starts at the beginning" in control.heard("log")
     assert line == f"step 12/12{'  loss 11.0000' if name == 'loss' else ''}  checkpoint at 0"
     assert len(run.storage.list(run.key("audit"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "state", "saved"),
+    [(Reporter.saved_last_step, RunState.RUNNING, True), (take_last_step, RunState.FINISHING, False)],
+)
+def test_the_thread_that_writes_the_status_undoes_no_change(
+    change: Callable[[Reporter], None], state: RunState, saved: bool, tmp_path: Path
+) -> None:
+    """The training thread changes the status while the other thread adds the newest checkpoint to it."""
+    run = begin(open_run(str(tmp_path), "run"))
+    begun = StartPoint(start(run, "job", world_size=1, tier="beginning"), nodes={0: "node"})
+
+    class Newest:
+        time = 5.0
+
+        @property
+        def name(self) -> str:
+            change(reporter)
+            return checkpoint_name(8, 1, begun.attempt.nonce)
+
+    checkpoints = MagicMock(newest=Newest(), commit_s=None)
+    plan = Plan(Settings(), EmptySource((2,), 8), None, Steps(8, 2), 12)
+    journals = Journals(run, 1)
+    reporter = Reporter(run, plan, begun, TrainingState(), LocalControl(), journals, checkpoints, Phases())
+    reporter.publish()
+    checkpoints.newest = SimpleNamespace(name=checkpoint_name(8, 1, begun.attempt.nonce), time=5.0)
+    reporter.publish()
+    status = read_status(run)
+    assert (status.state, status.saved, status.checkpoint) == (state, saved, checkpoints.newest.name)
 
 
 def test_loss_values_and_failures_are_the_same_in_every_output(

@@ -599,6 +599,17 @@ def test_an_incident_shows_the_last_saved_step_instead_of_the_step_in_an_older_s
     assert incident.detail == "the previous driver ended at step 846: failed"
 
 
+ENDS: dict[str, dict[str, Any]] = {
+    "success of an older version": {"state": RunState.SUCCEEDED},
+    "a stop of an older version": {"state": RunState.STOPPED},
+    "an interruption of an older version": {"state": RunState.STOPPED, "reason": "interrupted: step 36 of 90 is kept"},
+    "a stop before a driver's first step": {"state": RunState.STOPPED, "heartbeat": None},
+    "an interruption without a save": {"state": RunState.STOPPED, "reason": "interrupted; the same command resumes it"},
+    "a stop after a step that was not saved": {"state": RunState.STOPPED, "step": 35},
+}
+"""Fields of a run's last status if `saved` is not set."""
+
+
 @pytest.mark.parametrize(
     ("evidence", "replayed"),
     [
@@ -610,6 +621,12 @@ def test_an_incident_shows_the_last_saved_step_instead_of_the_step_in_an_older_s
         ("nothing", "an unknown number of steps"),
         ("a heartbeat", "5 steps"),
         ("a save at the end", "0 steps"),
+        ("success of an older version", "0 steps"),
+        ("a stop of an older version", "0 steps"),
+        ("an interruption of an older version", "0 steps"),
+        ("a stop before a driver's first step", "an unknown number of steps"),
+        ("an interruption without a save", "an unknown number of steps"),
+        ("a stop after a step that was not saved", "an unknown number of steps"),
         ("a checkpoint of a deleted run", "an unknown number of steps"),
     ],
 )
@@ -633,6 +650,8 @@ def test_a_receipt_counts_the_steps_that_are_proved_to_have_been_taken(evidence:
         nodes = [nodes[0]._replace(heartbeats=[Heartbeat(1, 41, 0.0)])]
     elif evidence == "a save at the end":
         status = replace(status, state=RunState.STOPPED, saved=True)
+    elif evidence in ENDS:
+        status = replace(status, checkpoint=checkpoint_name(36, 1, lost.nonce), **{"heartbeat": 1.0, **ENDS[evidence]})
     elif evidence == "a checkpoint of a deleted run":
         run.storage.write(run.key("checkpoints", checkpoint_name(39, 1, "0" * 8), "model.pt"), b"model")
     if "no status" not in evidence:

@@ -719,17 +719,19 @@ def test_heartbeats_in_shared_memory_outlive_their_process() -> None:
     assert heartbeat[:2] == (2, 43)
 
 
-def test_the_heartbeat_does_not_name_a_step_that_the_gpu_may_still_cancel(tmp_path: Path) -> None:
+def test_the_heartbeat_names_the_newest_step_that_counts(tmp_path: Path) -> None:
+    """The GPU may still cancel a step that was taken, but not counted."""
     run = open_run(str(tmp_path), "run")
     plan = Plan(Settings(), EmptySource((1, 40), 10), None, Steps(1000, 10), 100)
     model = torch.nn.Linear(2, 2)
     saved = SavedObjects(model, torch.optim.SGD(model.parameters()))
     checkpoints = CheckpointManager(run, Attempt(1, "me", None, 0), plan, saved, memory=NodeMemory(RUN))
+    checkpoints.count_step(1)
     checkpoints.took_step(1, None)
-    checkpoints.took_step(2, None, in_doubt=True)
+    checkpoints.took_step(2, None)
     assert [heartbeat.step for heartbeat in find_heartbeats(RUN)] == [1]
-    checkpoints.took_step(3, None)
-    assert [heartbeat.step for heartbeat in find_heartbeats(RUN)] == [3]
+    checkpoints.count_step(2)
+    assert [heartbeat.step for heartbeat in find_heartbeats(RUN)] == [2]
 
 
 def _train_and_kill_yourself(root: str) -> None:

@@ -199,6 +199,7 @@ class Recorded(Worker):
         learner.average.update = lambda _: None
         checkpoints: Any = SimpleNamespace(
             save=self._save,
+            count_step=lambda _: None,
             took_step=lambda *_: None,
             due=lambda *_: StepActions(**due),
             wait_for_copy=lambda: None,
@@ -400,7 +401,7 @@ def test_consumed_rows_are_not_read_from_the_device(group: dist.ProcessGroup) ->
 
     worker.outlives_groups, loader.train = True, with_ids
     worker.checkpoints.begin_step = ledger.begin_exchange
-    worker.checkpoints.took_step = lambda step, rows, in_doubt: ledger.add_step(step, rows)
+    worker.checkpoints.took_step = lambda step, rows: ledger.add_step(step, rows)
     for batch in itertools.islice(run.batches(), 2):
         take_step(run, batch)
     assert ledger.unwritten_windows(2)[0][3][:, 2].tolist() == [*range(8)] * 2

@@ -33,7 +33,7 @@ def outliving(learner: Learner, step: int) -> QuietWorker:
         pass
 
     checkpoints: Any = SimpleNamespace(
-        **dict.fromkeys(("save", "begin_step"), nothing),
+        **dict.fromkeys(("save", "begin_step", "count_step"), nothing),
         took_step=lambda *_: stepped.after_step(),
         wait_for_copy=stepped.before_step,
         leave_group=lambda step: [],

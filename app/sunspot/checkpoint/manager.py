@@ -131,10 +131,13 @@ class CheckpointManager:
             first, last = share(step_rows, self._place.world_size, 0)
             self._ledger.begin_exchange(step, rows, last - first)
 
-    def took_step(self, step: int, rows: torch.Tensor | None, in_doubt: bool = False) -> None:
+    def count_step(self, step: int) -> None:
+        """Write the heartbeat of a step that counts, because the GPU can no longer cancel it."""
+        self._memory.heartbeat(self._attempt.number, step, self._place.shard, self._place.shards)
+
+    def took_step(self, step: int, rows: torch.Tensor | None) -> None:
         """Record that `step` was taken, and that this worker consumed the `rows`, which are IDs, int64 [B].
 
-        If the step is `in_doubt`, the GPU may still cancel it, so the heartbeat in memory contains the previous step.
         Raises `SettingsError` after the first step if a restart could not load the state. Also raises the error that
         stopped all commits, if there was one, because some loops never call `wait_for_copy`.
         """
@@ -146,8 +149,6 @@ class CheckpointManager:
             self._snapshots.reserve()
         self._optimizer_only.after_step()
         self._ledger.add_step(step, rows)
-        place = self._place
-        self._memory.heartbeat(self._attempt.number, step - 1 if in_doubt else step, place.shard, place.shards)
 
     def due(self, step: int, step_s: float) -> StepActions:
         """Return the actions due after `step`, except reports and commands. The step took `step_s` seconds."""

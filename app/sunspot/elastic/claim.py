@@ -63,7 +63,7 @@ from sunspot.run.history import read_journal
 from sunspot.run.identity import refuse_other_settings
 from sunspot.run.incidents import Receipt, read_receipts
 from sunspot.run.last_step import find_last_step
-from sunspot.run.status import Status, read_status
+from sunspot.run.status import RunState, Status, read_status
 from sunspot.settings import PREFIX, Settings, accepts
 from sunspot.storage.base import Entry
 from sunspot.storage.limits import retry_storage
@@ -72,6 +72,9 @@ Result = TypeVar("Result")
 
 PROCESS_NONCE = new_nonce()
 """Random name of this process, shared by processes forked from it."""
+
+REASONS_AFTER_SAVE = ("stopped by ", "interrupted: ")
+"""Beginnings of a status's reason if the run stopped after a save. After `sunspot stop`, there is no reason."""
 
 NODE_GROUP = "RAY_NODE_TYPE_NAME"
 """Environment variable that names a pod's node group. Ray copies it to the node label ray.io/node-group."""
@@ -126,7 +129,7 @@ class PastRecords:
         This is the case if this attempt or a later attempt has left a heartbeat, or has ended with a save according to
         a status.
         """
-        saved = [status.attempt for status in (self.status, self.other) if status and status.saved]
+        saved = [status.attempt for status in (self.status, self.other) if status and ended_saved(status)]
         return any(number >= attempt.number for number in (*saved, *(each.attempt for each in self.heartbeats)))
 
 
@@ -146,6 +149,23 @@ class StartPoint:
     nodes: dict[int, str] = field(default_factory=dict)
     "Ray's node id by rank."
     past: PastRecords = PastRecords()
+
+
+def ended_saved(status: Status) -> bool:
+    """Return True if a status proves that the workers of its attempt ended after their last step was committed.
+
+    Older versions did not record `Status.saved`, but the way in which the run ended can prove the same. A driver that
+    stops before its workers take a step proves nothing, because its status shows the newest checkpoint and its step.
+    """
+    if status.saved or status.state is RunState.SUCCEEDED:
+        return True
+    stopped = status.state is RunState.STOPPED and (not status.reason or status.reason.startswith(REASONS_AFTER_SAVE))
+    return (
+        stopped
+        and status.heartbeat is not None
+        and status.checkpoint is not None
+        and step_of(status.checkpoint) == status.step
+    )
 
 
 def process_name() -> str:

@@ -231,9 +231,11 @@ class Reporter:
         self._journals.flush()
         self._ranks.flush()
         committed = self._checkpoints.newest
+        # Only the training thread changes `_status`. Otherwise, a change by one thread could undo the other's.
+        status = replace(self._status, heartbeat=self._heartbeat)
         if committed:
-            self._status = replace(self._status, checkpoint=committed.name, checkpoint_time=committed.time)
-        write_status(self._run, replace(self._status, heartbeat=self._heartbeat), StatusKind.WORKERS)
+            status = replace(status, checkpoint=committed.name, checkpoint_time=committed.time)
+        write_status(self._run, status, StatusKind.WORKERS)
         if not self._tidied:
             self._tidied = True
             tidy_journals(self._run, self._start.attempt.number)

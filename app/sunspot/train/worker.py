@@ -236,11 +236,10 @@ class Worker:
         self.step_guard.accept(partial(self._count, taken))
         if self._ends_epoch(taken.number):
             self.step_guard.confirm()  # because the progress shows this step while the epoch is evaluated
-        in_doubt = self.step < taken.number
         self.watchdog.heartbeat(taken.number)
         self.telemetry.took_step(taken.number, taken.seconds)
         self.profiler.end_step(taken.number)
-        self.checkpoints.took_step(taken.number, taken.rows, in_doubt)
+        self.checkpoints.took_step(taken.number, taken.rows)
         if self.reporter:
             # This writes the receipt after the group's first step, which is never in doubt: each group has a new
             # `SumGuard`, which lets the device cancel only steps after the first one.
@@ -255,6 +254,7 @@ class Worker:
     def _count(self, taken: Step) -> None:
         """Count a complete step."""
         self.step = taken.number
+        self.checkpoints.count_step(taken.number)
         self.step_ended = taken.ended
         self.evaluated = not (self.learner.plan.test and self._ends_epoch(taken.number))
         self.record = {}
