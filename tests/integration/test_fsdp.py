@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,8 +33,9 @@ import sunspot.checkpoint.snapshot
 from sunspot.checkpoint import CheckpointManager, SavedObjects
 from sunspot.checkpoint.files import load_state, refuse_other_than_tensors
 from sunspot.checkpoint.memory_files import find_parts
+from sunspot.checkpoint.node_state import NodeState
 from sunspot.checkpoint.parts import ShardWriter, load_model, load_parts, load_whole, read_contents
-from sunspot.checkpoint.pieces import Piece, group_adjacent, read_index, read_into, refuse_gaps
+from sunspot.checkpoint.pieces import Piece, group_adjacent, make_metadata, read_index, read_into
 from sunspot.data.order import Steps
 from sunspot.data.source import EmptySource, read_rows, rows_in
 from sunspot.data.text import REFERENCE, open_text, read_text
@@ -43,9 +47,18 @@ from sunspot.parallel.sharding import TensorSlice, find_blocks, is_fsdp, part_of
 from sunspot.plan import Plan, make_plan
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import Attempt, claim, lineage, read_attempts
-from sunspot.run.checkpoints import ABANDONED_S, MANIFEST, Checkpoint, find_faults, find_newest_good, list_checkpoints
+from sunspot.run.checkpoints import (
+    ABANDONED_S,
+    MANIFEST,
+    Checkpoint,
+    find_faults,
+    find_newest_good,
+    list_checkpoints,
+    write_manifest,
+)
 from sunspot.run.history import Journals, read_journal
 from sunspot.run.incidents import Cause
+from sunspot.run.shards import find_gaps
 from sunspot.settings import Settings
 from sunspot.tasks import gpt, load_task
 from tests.harness import REPOSITORY
@@ -291,14 +304,71 @@ def test_only_the_bytes_of_requested_tensors_are_read(copied: Run, monkeypatch: 
     read_into(copied, early, others, {others[0].name: torch.zeros(others[0].shape)})
 
 
-def test_parts_that_lack_values_of_a_tensor_are_rejected() -> None:
-    def part(offset: int, rows: int) -> Piece:
-        return Piece("model.weight", "float32", [10, 4], [offset, 0], [rows, 4], "file", 0, 1, 0)
+def piece_at(shape: list[int], offset: list[int], lengths: list[int]) -> Piece:
+    return Piece("model.weight", "float32", shape, offset, lengths, "file", 0, 1, 0)
 
-    refuse_gaps("here", [part(0, 6), part(6, 4), part(6, 4)])  # two replicas can write the same part
-    for wrong in ([part(6, 4), part(6, 4)], [part(0, 6)], [part(0, 6), part(4, 6)]):
-        with pytest.raises(DamageError, match=r"here: the parts contain \d+ of the 40 values of model\.weight"):
-            refuse_gaps("here", wrong)
+
+@pytest.mark.parametrize(
+    ("rows", "parts"),
+    [
+        pytest.param(3, [(0, 2), (0, 1)], id="the second part is at the first position, and row 2 is missing"),
+        pytest.param(3, [(0, 2)], id="a part is missing"),
+        pytest.param(3, [(0, 2), (0, 2)], id="both parts are at the first position"),
+        pytest.param(3, [(0, 2), (1, 1)], id="the parts overlap"),
+        pytest.param(3, [(0, 2), (3, 1)], id="a part is outside of the tensor"),
+        pytest.param(3, [(-1, 1), (0, 2)], id="a part begins before the tensor"),
+        pytest.param(3, [(0, 2), (2, 1), (2, 1)], id="two ranks wrote the same part, perhaps with different values"),
+        pytest.param(6, [(0, 3), (2, 1), (4, 2)], id="an overlap is as large as a gap"),
+    ],
+)
+def test_parts_must_contain_each_value_exactly_once(rows: int, parts: list[tuple[int, int]]) -> None:
+    pieces = [piece_at([rows, 4], [begin, 0], [length, 4]) for begin, length in parts]
+    with pytest.raises(
+        DamageError, match=rf"do not contain each of the {4 * rows} values of model\.weight exactly once"
+    ):
+        make_metadata(pieces)
+
+
+def test_parts_that_contain_each_value_once_are_accepted() -> None:
+    make_metadata([piece_at([3, 4], [2, 0], [1, 4]), piece_at([3, 4], [0, 0], [2, 4])])
+    make_metadata(
+        [piece_at([2, 3], [0, 0], [1, 2]), piece_at([2, 3], [1, 0], [1, 2]), piece_at([2, 3], [0, 2], [2, 1])]
+    )
+    for shape in ([], [0], [3, 0], [2, 2, 2]):
+        make_metadata([piece_at(shape, [0] * len(shape), shape)])
+    with pytest.raises(DamageError):  # each row is right, but the two shapes differ
+        make_metadata([piece_at([3, 4], [0, 0], [2, 4]), piece_at([4, 4], [2, 0], [1, 4])])
+
+
+def test_a_committed_checkpoint_whose_parts_lack_values_is_skipped(copied: Run) -> None:
+    """Its files match the manifest, and it also contains the whole model in one file."""
+    *_, earlier, final = list_checkpoints(copied)
+    path = Path(copied.storage.locate(copied.key("checkpoints", final.name, "part-00001.json")))
+    index = json.loads(path.read_bytes())
+    piece = next(piece for piece in index["tensors"] if piece["name"] == "model.head.weight")
+    piece["offset"] = [0, 0]
+    path.write_text(json.dumps(index))
+    entry = {"size": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    write_manifest(copied, replace(final, files={**final.files, path.name: entry}))
+    final = at_step(copied, final.step)
+
+    fault = "the parts do not contain each of the .* values of model.head.weight exactly once"
+    chosen, [passed_over] = find_newest_good(copied, read_attempts(copied))
+    assert chosen == earlier
+    assert re.fullmatch(f"{final.name}: damaged, {fault}", str(passed_over))
+    assert not NodeState(copied, None, ["node"]).read(earlier)
+    [found] = NodeState(copied, None, ["node"]).read(final)
+    assert re.fullmatch(fault, found)
+    for read in (read_index, load_model):
+        with pytest.raises(DamageError, match=fault):
+            read(copied, final)
+    given = read_init(Settings(storage_path=copied.storage.locate(""), init_from="run:run", parallel="fsdp"), None)
+    assert_close(given, load_model(copied, earlier), rtol=0, atol=0)
+
+    path.write_text("{}")
+    assert find_gaps(copied, final) == ["the indexes of the parts cannot be read: KeyError"]
+    path.unlink()
+    assert find_gaps(copied, final) == ["the indexes of the parts cannot be read: NotFoundError"]
 
 
 def test_small_adjacent_pieces_are_read_together(set_constants: SetConstants) -> None:
@@ -372,7 +442,7 @@ class Halves:
     """A model with half of its rows on each of two ranks, saved without a process group."""
 
     def __init__(
-        self, run: Run, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants, wait_s: float = 2
+        self, run: Run, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants, wait_s: float = 2, **more: Any
     ) -> None:
         """Create the model. A rank waits for the other part for `wait_s` in addition to the time that its own part
         takes.
@@ -382,7 +452,7 @@ class Halves:
         attempt = Attempt(1, "me", None, 0)
         assert claim(run, [], attempt)
         self.weight = torch.arange(12.0).view(6, 2)
-        settings = Settings(parallel="fsdp", checkpoints_to_keep=9, storage_timeout_s=30)
+        settings = Settings(parallel="fsdp", checkpoints_to_keep=9, storage_timeout_s=30, **more)
         plan = Plan(settings, EmptySource((2,), 3), None, Steps(1000, 10), 100)
         journals = Journals(run, 1)
         self.models = [nn.Linear(2, 3, bias=False) for _ in range(2)]
@@ -398,9 +468,10 @@ class Halves:
             for rank, model in enumerate(self.models)
         ]
 
-    def save(self, rank: int, step: int) -> None:
+    def save(self, rank: int, step: int, position: int | None = None) -> None:
+        place = TensorSlice((6, 2), (3 * (rank if position is None else position), 0))
         self.models[rank].weight.data = self.weight[3 * rank : 3 * rank + 3] + step
-        self._patch.setattr(sunspot.checkpoint.snapshot, "find_slices", lambda _: [TensorSlice((6, 2), (3 * rank, 0))])
+        self._patch.setattr(sunspot.checkpoint.snapshot, "find_slices", lambda _: [place])
         self.checkpoints[rank].save(step, {"loss": 1.0})
 
 
@@ -419,6 +490,19 @@ def test_a_checkpoint_with_a_missing_shard_is_not_committed(
     assert torch.equal(load_model(run, checkpoint)["weight"], halves.weight + 1)
     [passed_over] = find_newest_good(run, read_attempts(run))[1]
     assert str(passed_over) == "step-00000002-attempt-0001: incomplete, it has no manifest"
+
+
+@pytest.mark.parametrize("weights", ["pt", "safetensors"])
+def test_a_checkpoint_with_a_misplaced_shard_is_neither_committed_nor_tried_again(
+    weights: str, run: Run, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
+) -> None:
+    halves = Halves(run, monkeypatch, set_constants, weights=weights)
+    halves.save(1, 1000, position=0)
+    halves.save(0, 1000)  # the last step, because only the last checkpoint has safetensors files
+    fault = r"cannot be committed: the parts do not contain each of the 12 values of model\.weight exactly once"
+    with pytest.raises(RuntimeError, match=fault):
+        halves.checkpoints[0].drain()
+    assert not any(each.files for each in list_checkpoints(run)), "without a group, rank 1 commits an empty checkpoint"
 
 
 def test_other_ranks_can_take_longer_than_rank_0_to_write_their_shards(

@@ -27,6 +27,7 @@ from sunspot.parallel.collectives import gather_objects, run_on_all_ranks
 from sunspot.parallel.transfers import transfer
 from sunspot.run import Run
 from sunspot.run.checkpoints import FILES_AT_ONCE, Checkpoint, compare_bytes
+from sunspot.run.shards import find_gaps
 
 STATES = ("model.pt", "optimizer.pt")
 """The files of a checkpoint that a worker group loads. All other files are only verified."""
@@ -131,7 +132,8 @@ class NodeState:
             pages = self._files[file] = Pages()
             return compare_bytes(self._run, checkpoint, file, pages.write)
 
-        return [fault for faults in map_parallel(read, mine, FILES_AT_ONCE) for fault in faults]
+        found = [fault for faults in map_parallel(read, mine, FILES_AT_ONCE) for fault in faults]
+        return found or (find_gaps(self._run, checkpoint) if sharded and self._rank == 0 else [])
 
     def load(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Return the states of `model` and `optimizer` from the files that `read` has read.

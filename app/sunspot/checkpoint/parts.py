@@ -58,7 +58,6 @@ from sunspot.checkpoint.pieces import (
     make_metadata,
     read_index,
     read_into,
-    refuse_gaps,
 )
 from sunspot.checkpoint.snapshot import MoreFiles, Snapshot
 from sunspot.checkpoint.tensors import fill, keys_of, leaves_of, make_outline, tensors_in
@@ -67,6 +66,7 @@ from sunspot.parallel.collectives import WorkerPlace
 from sunspot.parallel.sharding import parameters_of
 from sunspot.run import Run, to_json
 from sunspot.run.checkpoints import Checkpoint
+from sunspot.run.shards import describe_gap
 from sunspot.settings import Settings
 from sunspot.storage.base import Writer
 from sunspot.storage.limits import WARN_AFTER_S, refuse_if_given_up
@@ -171,7 +171,7 @@ class ShardWriter:
         whole = whole_model(read_indexes(run, name, 1)[1])
         mine = list(plan_shards(whole).items())[self._rank :: self._world_size]
         if mine:  # a rank without a file reads nothing
-            files, pieces = read_indexes(run, name, self._world_size)
+            files, pieces = self._read_parts(name)
         for file, tensors in mine:
             into = {f"model.{tensor}": torch.empty_like(whole[tensor], device="cpu") for tensor in tensors}
             wanted = [piece for piece in pieces if piece.name in into]
@@ -186,8 +186,7 @@ class ShardWriter:
         """
         run = self._run
         name = snapshot.manifest.name
-        files, pieces = read_indexes(run, name, self._world_size)
-        refuse_gaps(run.storage.locate(run.key("checkpoints", name)), pieces)
+        files, pieces = self._read_parts(name)
         metadata = make_metadata(pieces)
         files[METADATA] = upload(run, name, METADATA, lambda writer: pickle.dump(metadata, writer))  # type: ignore[arg-type]
         outline = make_outline(snapshot.state, self._names)
@@ -205,6 +204,18 @@ class ShardWriter:
             more = self._more_files(model)
             files |= {file: upload_bytes(run, name, file, content) for file, content in more.items()}
         return files
+
+    def _read_parts(self, name: str) -> tuple[Files, list[Piece]]:
+        """Read the indexes of all parts.
+
+        Raises `RuntimeError` if the parts lack values or overlap. Another attempt to commit them would not help,
+        because each rank writes its part only once.
+        """
+        files, pieces = read_indexes(self._run, name, self._world_size)
+        gap = describe_gap(piece.extent for piece in pieces)
+        if gap:
+            raise RuntimeError(f"{name} cannot be committed: {gap}")
+        return files, pieces
 
     def _write_once(self, name: str, index: str, write: Callable[[], dict[str, Any]]) -> None:
         """Write files, then their index, which marks them as complete. Does nothing if they were written before."""
@@ -308,9 +319,12 @@ def read_contents(run: Run, checkpoint: Checkpoint) -> ShardedContents:
 def load_model(run: Run, checkpoint: Checkpoint, contents: ShardedContents | None = None) -> Any:
     """Load the model's whole state_dict on the CPU, from `model.pt` or from parts.
 
-    Raises `DamageError` if a file does not match the manifest.
+    Raises `DamageError` if a file does not match the manifest, or if the parts from which `model.pt` was made are
+    incomplete.
     """
     if "model.pt" in checkpoint.files:
+        if is_sharded(checkpoint):
+            read_index(run, checkpoint)
         return load_state(run, checkpoint, "model.pt")
     pieces, outline = contents or read_contents(run, checkpoint)
     return load_whole(run, checkpoint, ShardedContents(pieces, outline["model"]))

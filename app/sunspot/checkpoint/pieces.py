@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
-import re
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -21,6 +19,7 @@ from sunspot.errors import DamageError
 from sunspot.parallel.sharding import TensorSlice
 from sunspot.run import Run
 from sunspot.run.checkpoints import Checkpoint
+from sunspot.run.shards import Extent, describe_gap, find_indexes
 from sunspot.storage import Storage
 from sunspot.storage.base import CHUNK
 
@@ -59,6 +58,11 @@ class Piece(NamedTuple):
     crc32: int | None
     "The checksum of the piece's bytes. None if another program wrote them."
 
+    @property
+    def extent(self) -> Extent:
+        """The position of the piece in the whole tensor."""
+        return Extent(self.name, self.shape, self.offset, self.lengths)
+
     def allocate(self, device: str = "cpu") -> torch.Tensor:
         """Allocate the whole tensor without initializing it."""
         return torch.empty(self.shape, dtype=getattr(torch, self.dtype), device=device)
@@ -76,7 +80,7 @@ def extent_of(
 
 
 def make_metadata(pieces: Sequence[Piece]) -> Metadata:
-    """Return the metadata that torch.distributed.checkpoint reads. Raises `DamageError` if a piece is missing."""
+    """Return the metadata that torch.distributed.checkpoint reads. Raises `DamageError` if pieces are missing."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # torch's own reader expects it in .metadata
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,
@@ -86,6 +90,9 @@ def make_metadata(pieces: Sequence[Piece]) -> Metadata:
         TensorStorageMetadata,
     )
 
+    gap = describe_gap(piece.extent for piece in pieces)
+    if gap:
+        raise DamageError(gap)
     tensors: dict[str, Any] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     for piece in pieces:
@@ -93,37 +100,21 @@ def make_metadata(pieces: Sequence[Piece]) -> Metadata:
         tensor = tensors.setdefault(piece.name, TensorStorageMetadata(properties, torch.Size(piece.shape), []))
         tensor.chunks.append(ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.lengths)))
         storage[MetadataIndex(piece.name, piece.offset)] = _StorageInfo(piece.file, piece.begin, piece.size)
-    for name, tensor in tensors.items():
-        if sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel():
-            raise DamageError(
-                f"{name} is incomplete: its pieces do not cover the whole tensor of shape {list(tensor.size)}"
-            )
     return Metadata(tensors, storage_data=storage)
 
 
 def read_index(run: Run, checkpoint: Checkpoint) -> list[Piece]:
     """Return all pieces of a checkpoint, in rank order. Raises `DamageError` if an index is invalid or incomplete."""
     place = run.storage.locate(run.key("checkpoints", checkpoint.name))
-    indexes = sorted(file for file in checkpoint.files if re.fullmatch(r"part-\d+\.json", file))
     try:
-        contents = map_parallel(lambda file: json.loads(read_file(run, checkpoint, file)), indexes)
+        contents = map_parallel(lambda file: json.loads(read_file(run, checkpoint, file)), find_indexes(checkpoint))
         pieces = [Piece(**piece) for content in contents for piece in content["tensors"]]
-        refuse_gaps(place, pieces)
-        return pieces
+        gap = describe_gap(piece.extent for piece in pieces)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamageError(f"{place}: the indexes of the parts cannot be read: {type(error).__name__}") from error
-
-
-def refuse_gaps(place: str, pieces: Iterable[Piece]) -> None:
-    """Raise `DamageError` unless the pieces of each tensor contain all of its values once. `place` is for the error."""
-    extents: dict[tuple[str, tuple[int, ...]], set[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
-    for piece in pieces:
-        tensor = (piece.name, tuple(piece.shape))
-        extents.setdefault(tensor, set()).add((tuple(piece.offset), tuple(piece.lengths)))
-    for (name, shape), found in extents.items():
-        values = sum(math.prod(lengths) for _, lengths in found)
-        if values != math.prod(shape):
-            raise DamageError(f"{place}: the parts contain {values:,} of the {math.prod(shape):,} values of {name}")
+    if gap:
+        raise DamageError(f"{place}: {gap}")
+    return pieces
 
 
 def read_into(run: Run, checkpoint: Checkpoint, pieces: Sequence[Piece], into: dict[str, torch.Tensor]) -> None:

@@ -43,6 +43,7 @@ from sunspot.run.objects import (
     read_if_exists,
     with_checksum,
 )
+from sunspot.run.shards import find_gaps
 from sunspot.storage import open_storage
 from sunspot.storage.base import Entry
 from sunspot.storage.local import local_path
@@ -276,6 +277,8 @@ def is_file_name(name: str) -> bool:
 def find_faults(run: Run, checkpoint: Checkpoint, listed: Mapping[str, Entry] | None = None) -> list[str]:
     """Return a line for each fault of a checkpoint. The list is empty if every byte matches the manifest.
 
+    The parts of a sharded checkpoint must also contain each value exactly once.
+
     `listed` is the checkpoint's entry in `list_directories`. If it is given, only files whose version has changed since
     the commit are read. A version changes if the file is rewritten or the run is copied.
     """
@@ -291,7 +294,8 @@ def find_faults(run: Run, checkpoint: Checkpoint, listed: Mapping[str, Entry] | 
                 return []
         return compare_bytes(run, checkpoint, file)
 
-    return [fault for faults in map_parallel(find, checkpoint.files, FILES_AT_ONCE) for fault in faults]
+    found = [fault for faults in map_parallel(find, checkpoint.files, FILES_AT_ONCE) for fault in faults]
+    return found or (find_gaps(run, checkpoint) if listed is None else [])
 
 
 def find_faults_in_listing(checkpoint: Checkpoint, listed: Mapping[str, Entry]) -> list[str]:
