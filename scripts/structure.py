@@ -45,7 +45,7 @@ BUDGETS = {
     "settings": 820,
     "storage": 1630,
     "submitter": 1040,
-    "submitter/cluster": 3470,
+    "submitter/cluster": 3491,
     "submitter/commands": 1830,
     "submitter/doctor": 1580,
     "submitter/manifest": 1790,

@@ -24,7 +24,7 @@ from sunspot.run.handover import HANDOVER, Handover, clear_handover, read_handov
 from sunspot.run.objects import with_checksum
 from sunspot.run.outcome import recorded_outcome
 from sunspot.run.owner import Owner
-from sunspot.run.requests import StopRequest, request_stop
+from sunspot.run.requests import StopRequest, newest_submission, request_stop, withdraw_submission
 from sunspot.run.status import RunState, Status, StatusKind, read_status, write_status
 from sunspot.settings import Settings
 from sunspot.submitter.manifest.render import settings_of
@@ -290,6 +290,23 @@ def test_a_run_that_was_claimed_while_its_move_was_undone_restarts_in_its_old_pl
 
 
 @pytest.mark.usefixtures("trains_in_east")
+def test_a_job_that_claimed_the_run_just_before_its_move_was_undone_is_not_withdrawn(
+    clusters: dict[str, FakeCluster], sunspot: Command, profile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = commit(sunspot.run, read_attempts(sunspot.run)[-1], 12)
+
+    def claim_and_withdraw(*submission: Any, **options: Any) -> None:
+        if len(read_attempts(sunspot.run)) == 1:
+            start(sunspot.run, owner_of(clusters["west"]), saved.name)
+        withdraw_submission(*submission, **options)
+
+    monkeypatch.setattr("sunspot.submitter.cluster.moving.withdraw_submission", claim_and_withdraw)
+    assert move(sunspot, profile, "--timeout", "0.1") == 0, sunspot.err
+    assert jobs(clusters) == {"east": 0, "west": 1}
+    assert newest_submission(sunspot.run).place == "west"  # type: ignore[union-attr]
+
+
+@pytest.mark.usefixtures("trains_in_east")
 def test_a_run_that_cannot_restart_in_its_old_place_is_reported(
     clusters: dict[str, FakeCluster], sunspot: Command, profile: str
 ) -> None:
@@ -309,14 +326,93 @@ def test_a_run_that_cannot_restart_in_its_old_place_is_reported(
     assert "`sunspot resume run --storage" in sunspot.err
 
 
-def test_a_failed_job_of_an_earlier_move_is_replaced(
-    clusters: dict[str, FakeCluster], sunspot: Command, tmp_path: Path
-) -> None:
-    """Both places are in one namespace."""
+@pytest.fixture
+def one_namespace(tmp_path: Path) -> str:
+    """A profile whose places are both in the cluster in the east."""
     profile = tmp_path / "one.yaml"
     profile.write_text(yaml.safe_dump({"extends": "kind", "places": [{**each, "context": "east"} for each in PLACES]}))
+    return str(profile)
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_the_old_job_restarts_although_the_new_one_in_its_namespace_cannot_be_deleted(
+    live: bool, clusters: dict[str, FakeCluster], sunspot: Command, one_namespace: str
+) -> None:
     cluster = clusters["east"]
-    assert submit(sunspot, str(profile), "--place", "east") == 0, sunspot.err
+    assert submit(sunspot, one_namespace, "--place", "east") == 0, sunspot.err
+    [old] = cluster.jobs
+    owner = owner_of(cluster)
+    start(sunspot.run, owner)
+    write_status(sunspot.run, Status(RunState.RUNNING, owner, attempt=1, step=10, world_size=2))
+
+    def fail() -> None:
+        wait_until(lambda: len(cluster.jobs) == 2, seconds=20)
+        [new] = cluster.jobs.keys() - {old}
+        end_for_move(sunspot.run, owner)
+        cluster.on("DELETE", new, answer(403, "no"), times=1)
+        if not live:
+            cluster.set_status(new, "Failed", "FAILED", message="no such image")
+
+    failing = start_thread(fail, "failing job")
+    assert move(sunspot, one_namespace, "--timeout", "3") == 5, sunspot.err
+    failing.result(20)
+
+    assert len(cluster.jobs) == (2 if live else 1)
+    restarted = settings_of(cluster.jobs[old])["SUNSPOT_JOB_ID"]
+    assert Owner.parse(restarted).submission != Owner.parse(owner).submission
+    assert newest_submission(sunspot.run).job == old  # type: ignore[union-attr]
+    if live:
+        cluster.delete_job(old)
+        assert sunspot("resume", "run") == 3, "the withdrawn RayJob counts as the run's"
+        assert f"{old} is no longer in namespace" in sunspot.err
+
+
+@pytest.mark.usefixtures("trains_in_east")
+def test_a_job_that_cannot_be_applied_again_is_kept_if_its_move_fails(
+    clusters: dict[str, FakeCluster], sunspot: Command, profile: str
+) -> None:
+    old = owner_of(clusters["east"])
+
+    def fail() -> None:
+        wait_until(lambda: jobs(clusters)["west"] == 1, seconds=20)
+        [job] = clusters["east"].jobs.values()
+        job["metadata"]["annotations"]["sunspot/applied"] = "{}"
+        end_for_move(sunspot.run, old)
+        fail_in_west(clusters)
+
+    failing = start_thread(fail, "failing job")
+    assert move(sunspot, profile) == 4
+    failing.result(20)
+    assert "run has stopped for its move, and could not be started again in east: RayJob run-" in sunspot.err
+    assert jobs(clusters) == {"east": 1, "west": 0}
+
+
+@pytest.mark.usefixtures("trains_in_east")
+def test_a_run_whose_old_job_is_gone_after_a_failed_move_is_reported(
+    clusters: dict[str, FakeCluster], sunspot: Command, profile: str
+) -> None:
+    old = owner_of(clusters["east"])
+
+    def fail() -> None:
+        wait_until(lambda: jobs(clusters)["west"] == 1, seconds=20)
+        [name] = clusters["east"].jobs
+        clusters["east"].delete_job(name)
+        end_for_move(sunspot.run, old)
+        fail_in_west(clusters)
+
+    failing = start_thread(fail, "failing job")
+    assert move(sunspot, profile) == 4
+    failing.result(20)
+    assert "run has stopped for its move, and could not be started again in east: run-" in sunspot.err
+    assert "`sunspot resume run --storage" in sunspot.err
+
+
+def test_a_failed_job_of_an_earlier_move_is_replaced(
+    clusters: dict[str, FakeCluster], sunspot: Command, one_namespace: str
+) -> None:
+    """Both places are in one namespace."""
+    cluster = clusters["east"]
+    assert submit(sunspot, one_namespace, "--place", "east") == 0, sunspot.err
     [old] = cluster.jobs
     owner = owner_of(cluster)
     start(sunspot.run, owner)
@@ -329,12 +425,12 @@ def test_a_failed_job_of_an_earlier_move_is_replaced(
 
     write_status(sunspot.run, Status(RunState.RUNNING, owner, attempt=1, step=10, world_size=2))
     failing = start_thread(fail, "failing job")
-    assert move(sunspot, str(profile)) == 5
+    assert move(sunspot, one_namespace) == 5
     failing.result(20)
     assert len(cluster.jobs) == 2, "the cluster refused to delete it"
 
     write_status(sunspot.run, Status(RunState.RUNNING, owner, attempt=1, step=10, world_size=2))
-    assert move(sunspot, str(profile), "--timeout", "0.1") == 5
+    assert move(sunspot, one_namespace, "--timeout", "0.1") == 5
     assert "run got no nodes in west within 0 s" in sunspot.err
     assert [*cluster.jobs] == [old]
 

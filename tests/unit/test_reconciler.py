@@ -115,6 +115,38 @@ def test_a_run_that_moves_within_a_namespace_is_shown_as_running(
     assert annotations(cluster, "run-2") == {}, "it does not train yet"
 
 
+def put_failed_move(cluster: FakeCluster) -> None:
+    """Add a RayJob that trains the run, and a failed newer one to which the run should have moved."""
+    cluster.put_job(submitted(rayjob("run-1", created=time.time() - 100)))
+    cluster.set_status("run-1", "Running", "RUNNING")
+    coming = rayjob("run-2")
+    set_variable(coming, "SUNSPOT_MOVES_FROM", "run-1")
+    cluster.put_job(coming)
+    cluster.set_status("run-2", "Failed", "FAILED")
+
+
+def test_a_run_is_still_watched_after_its_move_has_failed(
+    cluster: FakeCluster, run: Run, reconciler: Reconciler
+) -> None:
+    put_failed_move(cluster)
+    set_status(run, RunState.RUNNING, step=7, **SAVED)
+    reconciler.reconcile()
+    set_status(run, RunState.RUNNING, step=8, **SAVED)
+    reconciler.reconcile()
+    assert annotations(cluster, "run-1")["sunspot/step"] == "8"
+
+
+def test_a_head_that_is_given_up_after_a_failed_move_is_restarted(
+    cluster: FakeCluster, run: Run, reconciler: Reconciler
+) -> None:
+    put_failed_move(cluster)
+    set_status(run, RunState.RUNNING, step=7, **SAVED)
+    cluster.set_status("run-1", **GIVEN_UP)
+    reconciler.reconcile()
+    wait_until(lambda: "status" not in cluster.jobs.get("run-1", {"status": "gone"}), seconds=20)
+    assert "status" in cluster.jobs["run-2"]
+
+
 def test_a_restart_by_gitops_does_not_delay_other_runs(
     cluster: FakeCluster, reconciler: Reconciler, shown: list[tuple[str, str]]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -16,6 +17,7 @@ from sunspot.run import Run
 from sunspot.run.requests import SCALE, ScaleRequest, StopRequest, narrowed, read_scale, request_scale
 from sunspot.run.status import RunState
 from sunspot.settings import WorkerRange
+from sunspot.submitter.manifest.pods import set_variable
 from tests.harness.commands import Command
 from tests.harness.constants import SetConstants
 from tests.harness.control import LocalControl, worker_group
@@ -92,6 +94,17 @@ def test_scale_releases_the_pods_of_workers_that_have_left(run: Run, sunspot: Co
     assert (request.workers, request.num_workers) == ("1..2", "1..4")
     assert (ray.group["maxReplicas"], ray.group["replicas"]) == (2, 2)
     assert ray.group["scaleStrategy"] == {"workersToDelete": ["worker-b", "worker-d"]}
+
+
+def test_a_run_can_be_scaled_while_its_next_place_is_warmed_up(
+    cluster: FakeCluster, run: Run, sunspot: Command, ray: ElasticCluster
+) -> None:
+    train(run, hosts=("worker-a", "worker-c"))
+    coming = rayjob("run-2", created=time.time() + 1)
+    set_variable(coming, "SUNSPOT_MOVES_FROM", JOB)
+    cluster.put_job(coming)
+    assert sunspot("scale", "run", "1..2") == 0, sunspot.err
+    assert ray.group["maxReplicas"] == 2
 
 
 def test_requesting_the_full_num_workers_range_undoes_an_earlier_scale_request(

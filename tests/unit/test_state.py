@@ -529,6 +529,21 @@ def test_a_run_trains_while_its_next_place_is_warmed_up(
     assert states.judge(ClusterSeen(jobs, time=NOW), trains) == (RunState.RUNNING, f"2 workers train; {reason}")
 
 
+def test_a_run_can_lack_workers_while_its_next_place_is_warmed_up() -> None:
+    jobs = (next_job("Initializing", ""), job())
+    assert RunSnapshot(ClusterSeen(jobs, time=NOW), as_seen(status=status(RunState.STARTING))).lacks_workers
+
+
+@pytest.mark.parametrize(("deployment", "state"), [("Initializing", RunState.PENDING), ("Failed", RunState.FAILED)])
+def test_a_live_next_rayjob_continues_a_run_whose_old_rayjob_has_failed(deployment: str, state: RunState) -> None:
+    """The operator can fail the old RayJob before its driver writes a final status."""
+    jobs = (next_job(deployment, ""), job("Failed", "RUNNING"))
+    trains = status(RunState.RUNNING, began=CREATED + 10)
+    snapshot = RunSnapshot(ClusterSeen(jobs, time=NOW), as_seen(status=trains, time=NOW))
+    assert snapshot.state()[0] is state
+    assert snapshot.training_job is jobs[state is RunState.FAILED]
+
+
 @pytest.mark.parametrize(
     ("last", "state"),
     [

@@ -23,7 +23,7 @@ from sunspot.run.requests import (
     request_stop,
     stop_requested,
 )
-from sunspot.run.status import RunState, Status, write_status
+from sunspot.run.status import RunState, Status, StatusKind, write_status
 from sunspot.submitter.cluster.api import connect
 from sunspot.submitter.cluster.applied import APPLIED, without_copy
 from sunspot.submitter.manifest.pods import set_variable
@@ -771,6 +771,27 @@ def test_stop_does_not_delete_a_rayjob_that_gitops_would_recreate(cluster: FakeC
     cluster.on("GET", "rayjobs?", save)
     assert sunspot("stop", "run") == 0, sunspot.err
     assert only_job(cluster) == "run-1"
+
+
+def test_stop_waits_for_the_save_while_the_next_place_is_warmed_up(cluster: FakeCluster, sunspot: Command) -> None:
+    cluster.put_job(rayjob("run-1", created=time.time() - 100))
+    cluster.set_status("run-1", "Running", "RUNNING")
+    coming = rayjob("run-2")
+    set_variable(coming, "SUNSPOT_MOVES_FROM", "run-1")
+    cluster.put_job(coming)
+    write_status(sunspot.run, Status(RunState.RUNNING, "run-1"))
+
+    def save(handler: Any) -> None:
+        if stop_requested(sunspot.run):
+            saved = "step-00000007-attempt-0001"
+            write_status(sunspot.run, Status(RunState.STOPPED, "run-1", checkpoint=saved), StatusKind.ENDED)
+            cluster.set_status("run-1", "Complete", "SUCCEEDED")
+        handler.answer()
+
+    cluster.on("GET", "rayjobs?", save)
+    assert sunspot("stop", "run", "--timeout", "20") == 0, sunspot.err
+    assert "saved as step-00000007-attempt-0001" in sunspot.out
+    assert only_job(cluster) == "run-1", "the RayJob that would start later was not deleted"
 
 
 def test_stop_without_waiting_only_writes_the_stop_marker(cluster: FakeCluster, sunspot: Command) -> None:

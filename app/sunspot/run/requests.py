@@ -246,12 +246,12 @@ def record_submission(run: Run, submission: SubmissionRecord) -> str:
     return key
 
 
-def withdraw_submission(run: Run, job: str, place: str) -> None:
-    """Record that a RayJob in a place must no longer train the run. Raises `StorageError`."""
+def withdraw_submission(run: Run, job: str, place: str, undo: bool = False) -> None:
+    """Record that a RayJob in a place must no longer train the run, or undo this. Raises `StorageError`."""
     for key in reversed(list_submissions(run)):
         record = _read_submission(run, key)
         if (record.job, record.place) == (job, place):
-            run.storage.write(key, to_json(asdict(replace(record, withdrawn=time.time()))))
+            run.storage.write(key, to_json(asdict(replace(record, withdrawn=0.0 if undo else time.time()))))
             return
 
 

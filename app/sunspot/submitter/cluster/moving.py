@@ -20,6 +20,7 @@ from sunspot.run.handover import HANDED_OVER_WITHIN_S, clear_handover, left_for_
 from sunspot.run.owner import Owner
 from sunspot.run.requests import withdraw_submission
 from sunspot.run.status import RunState, Status, is_alive, read_status
+from sunspot.submitter.cluster.applied import applied_manifest
 from sunspot.submitter.cluster.observation import RunAccess
 from sunspot.submitter.cluster.placing import RunJob, find_job_in_place, render_in_place, submit_in_place
 from sunspot.submitter.cluster.start import Submission, resume_run, submit
@@ -142,6 +143,7 @@ def _undo(submission: Submission, before: Status, left: RunJob) -> Attempt | Non
     withdraw_submission(run, submission.job, submission.place)  # from now on, the new workers cannot claim the run
     claimed = _find_claim(submission, before)
     if claimed:
+        withdraw_submission(run, submission.job, submission.place, undo=True)
         return claimed
     try:
         found = [job for job in cluster.list_jobs(run.name) if job.name == submission.job]
@@ -164,14 +166,15 @@ def _undo(submission: Submission, before: Status, left: RunJob) -> Attempt | Non
 def _start_again(access: RunAccess, left: RunJob) -> None:
     """Replace the old RayJob, whose driver has ended or is superseded, with a new one that owns the run.
 
-    Raises `ClusterError`, with the command that does this later, if the old cluster does not answer.
+    Raises `ClusterError`, with the command that does this later, if this fails.
     """
     try:
-        snapshot = access.observe()
-        if not snapshot.cluster.trouble:
+        snapshot = access.observe(lambda job: job.name == left.name)  # the withdrawn RayJob might still be there
+        if snapshot.job:
+            applied_manifest(snapshot.job, access.run.name)  # a RayJob that cannot be applied again is not deleted
             left.delete()
         resume_run(access, snapshot, take_over=True)  # the new workers may have lived a moment ago
-    except ClusterError as error:
+    except SunspotError as error:
         raise ClusterError(
             f"{access.run.name} has stopped for its move, and could not be started again in {left.place}: {error}; "
             f"`sunspot resume {access.arguments}` starts it there"

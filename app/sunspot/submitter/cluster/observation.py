@@ -23,6 +23,7 @@ from sunspot.submitter.cluster.state import (
     find_unmet_request,
     judge,
     was_written_by,
+    without_next_job,
 )
 from sunspot.submitter.cluster.views import JobView, mark_lost_pods
 from sunspot.submitter.manifest.render import STORAGE_PATH, settings_of
@@ -58,9 +59,14 @@ class RunSnapshot:
         return self.cluster.job
 
     @property
+    def training_job(self) -> JobView | None:
+        """The newest RayJob, except one whose place is still being warmed up for a move."""
+        return without_next_job(self.cluster, self.storage).job
+
+    @property
     def lacks_workers(self) -> bool:
         """True if the run's driver is running, but fewer workers are training than requested."""
-        status, job = self.storage.status, self.job
+        status, job = self.storage.status, self.training_job
         if not (status and job and self.driver_began):
             return False
         fewer = status.state is RunState.RUNNING and find_unmet_request(job, self.storage)
@@ -73,8 +79,9 @@ class RunSnapshot:
 
     @property
     def driver_began(self) -> bool:
-        """True if the newest RayJob has ever had a driver."""
-        return bool(self.job and was_written_by(self.storage, self.job))
+        """True if the training RayJob has ever had a driver."""
+        job = self.training_job
+        return bool(job and was_written_by(self.storage, job))
 
     def state(self) -> tuple[RunState, str]:
         """Return the run's state and the reason for it."""

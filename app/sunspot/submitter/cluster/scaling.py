@@ -179,7 +179,7 @@ def _find_pods(access: RunAccess, snapshot: RunSnapshot) -> WorkerPods | None:
 
     Raises `ClusterError` if the cluster does not answer, and `ConflictError` if the run trains in another cluster.
     """
-    status, job = snapshot.storage.status, snapshot.job
+    status, job = snapshot.storage.status, snapshot.training_job
     if job and access.cluster and status and owns(job, status.owner):
         return None if job.borrows_cluster else WorkerPods(access.cluster, job)
     if snapshot.storage.outside_clusters or not status:

@@ -23,7 +23,7 @@ from sunspot.formatting import in_words, money
 from sunspot.run import Run, open_run
 from sunspot.run.forecast import find_spent
 from sunspot.run.owner import Owner
-from sunspot.run.requests import SubmissionRecord, clear_stop, newest_submission, record_submission
+from sunspot.run.requests import SubmissionRecord, clear_stop, newest_submission, read_submissions, record_submission
 from sunspot.run.status import SILENT_AFTER_S, RunState, is_alive, read_status
 from sunspot.settings import PREFIX, Settings, differences
 from sunspot.settings.goal import parse_budget, parse_deadline
@@ -31,7 +31,7 @@ from sunspot.submitter.cluster.api import Cluster, connect
 from sunspot.submitter.cluster.applied import applied_manifest, as_submission, with_request, without_copy
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot, require_answers, stored_arguments
 from sunspot.submitter.cluster.preflight import check, check_identity
-from sunspot.submitter.cluster.state import owns
+from sunspot.submitter.cluster.state import owns, was_written_by
 from sunspot.submitter.cluster.stopping import GONE_WITHIN_S, POLL_EVERY_S, delete_jobs
 from sunspot.submitter.cluster.views import JobView, job_view
 from sunspot.submitter.code_files import CodeArchive, pack
@@ -146,6 +146,7 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, t
         for other in snapshot.cluster.jobs
         if other.live and other.name != name and not (moves_from and owns(other, moves_from))
     ]
+    others = _without_withdrawn(run, others) if others else []
     if others:
         wanted = prepared.expected or job_view(dict(prepared.manifest))
         raise ConflictError(_explain_conflict(others[0], wanted, access.arguments))
@@ -224,11 +225,14 @@ def place_of(manifest: Mapping[str, Any]) -> str:
 def resume_run(access: RunAccess, snapshot: RunSnapshot, take_over: bool = False) -> Submission | None:
     """Clear the stop marker, and apply the run's RayJob again as `sunspot submit` applied it.
 
+    A RayJob that was withdrawn, because the run stays in its old place, is ignored.
+
     Returns None if the run was not started by `sunspot submit` and must be restarted by other means. Raises
     `ConflictError` if the run is alive elsewhere and `take_over` is False, `NotFoundError` if the submitted RayJob is
     not in this namespace, and `ClusterError` if the cluster does not answer.
     """
-    job, submitted = snapshot.job, newest_submission(access.run)
+    job = next(iter(_without_withdrawn(access.run, snapshot.cluster.jobs)), None)
+    submitted = newest_submission(access.run)
     if submitted and snapshot.cluster.trouble:
         raise ClusterError(snapshot.cluster.trouble)
     manifest = applied_manifest(job, access.run.name) if job and not job.gitops_tool else None
@@ -239,6 +243,13 @@ def resume_run(access: RunAccess, snapshot: RunSnapshot, take_over: bool = False
         raise NotFoundError(_explain_absence(access, submitted))
     clear_stop(access.run)
     return None
+
+
+def _without_withdrawn(run: Run, jobs: Sequence[JobView]) -> list[JobView]:
+    """Return the RayJobs whose workers can still claim the run."""
+    newest = {(record.job, record.place): record for record in read_submissions(run)}
+    withdrawn = [submitted for submitted, record in newest.items() if record.withdrawn]
+    return [job for job in jobs if (job.name, place_of(job.raw)) not in withdrawn]
 
 
 def _explain_absence(access: RunAccess, submitted: SubmissionRecord) -> str:
@@ -329,7 +340,7 @@ def _refuse_name_of_another_run(cluster: Cluster, name: str, run: str) -> None:
 
 def _is_ending(snapshot: RunSnapshot, job: JobView) -> bool:
     """Return True if the RayJob is being deleted, or if its driver might still stop because of the stop marker."""
-    return job.deleting or (snapshot.state()[0] is RunState.STOPPING and snapshot.driver_began)
+    return job.deleting or (snapshot.state()[0] is RunState.STOPPING and was_written_by(snapshot.storage, job))
 
 
 def _explain_conflict(live: JobView, wanted: JobView, again: str) -> str:

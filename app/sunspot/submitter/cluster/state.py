@@ -141,11 +141,17 @@ def judge(seen: ClusterSeen, stored: RunSeen) -> tuple[RunState, str]:
 
 
 def find_next_job(seen: ClusterSeen, stored: RunSeen) -> JobView | None:
-    """Return the newest RayJob if a move started it and the driver in the old place is still alive, or None."""
+    """Return the newest RayJob if a move started it and the driver in the old place is still alive, or None.
+
+    Also returns None if the RayJob in the old place has ended, because a live newest RayJob then continues the run.
+    """
     job, status = seen.job, stored.status
     if not job or not status or not is_alive(status, seen.time):
         return None
-    return job if settings_of(job.raw).get(MOVES_FROM) == status.owner else None
+    if settings_of(job.raw).get(MOVES_FROM) != status.owner:
+        return None
+    old_state, _ = judge(replace(seen, jobs=seen.jobs[1:]), stored)
+    return None if job.live and old_state.terminal else job
 
 
 def without_next_job(seen: ClusterSeen, stored: RunSeen) -> ClusterSeen:

@@ -8,6 +8,7 @@ from sunspot.run.requests import describe_requester, request_stop, resume_hint
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.api import Cluster
 from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot, follow
+from sunspot.submitter.cluster.state import was_written_by
 from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.printing import progress_note
 
@@ -47,12 +48,11 @@ def _wait_and_delete(access: RunAccess, snapshot: RunSnapshot, timeout: float) -
     state, reason = snapshot.state()
     began = time.monotonic()
     deleted = False
-    training = snapshot.driver_began and state is not RunState.RETRYING
-    if not state.terminal and (training or not snapshot.job):
+    if _may_save(snapshot) and state is not RunState.RETRYING:
         with progress_note("waiting for the run to save and end"):
             for snapshot in follow(access):
                 state, reason = snapshot.state()
-                if state.terminal:
+                if not _may_save(snapshot):
                     break
                 if time.monotonic() - began > timeout:
                     late = f"{access.run.name} has not ended after {timeout:.0f} s ({state}: {reason})"
@@ -78,6 +78,12 @@ def _wait_and_delete(access: RunAccess, snapshot: RunSnapshot, timeout: float) -
     on_cluster = snapshot.job is not None
     how = "submit it again to continue" if deleted else resume_hint(access.arguments, on_cluster)
     return state, f"{saved}; {how}"
+
+
+def _may_save(snapshot: RunSnapshot) -> bool:
+    """Return True if the run might have a driver that still saves, in this cluster or elsewhere."""
+    began = any(was_written_by(snapshot.storage, job) for job in snapshot.cluster.jobs if not job.terminal)
+    return not snapshot.state()[0].terminal and (began or not snapshot.training_job)
 
 
 def delete_jobs(cluster: Cluster, jobs: Sequence[JobView], seconds: float, frozen: bool = False) -> bool:

@@ -35,7 +35,7 @@ from sunspot.submitter.cluster.observation import (
 )
 from sunspot.submitter.cluster.progress_lines import ProgressLines
 from sunspot.submitter.cluster.start import Submission
-from sunspot.submitter.cluster.state import HEAD_GIVEN_UP, NO_ANSWER, ClusterSeen, without_next_job
+from sunspot.submitter.cluster.state import HEAD_GIVEN_UP, NO_ANSWER, ClusterSeen
 from sunspot.submitter.cluster.stopping import POLL_EVERY_S
 from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.manifest.pods import RUN_LABEL
@@ -135,7 +135,8 @@ def _follow(
 
 def head_given_up(snapshot: RunSnapshot) -> bool:
     """Return True if the run failed only because the operator gave up on its head pod."""
-    return bool(snapshot.job and snapshot.job.failure == HEAD_GIVEN_UP and snapshot.state()[0] is RunState.FAILED)
+    job = snapshot.training_job
+    return bool(job and job.failure == HEAD_GIVEN_UP and snapshot.state()[0] is RunState.FAILED)
 
 
 class HeadRestarts:
@@ -154,7 +155,7 @@ class HeadRestarts:
         `max_driver_starts` restarts without a new checkpoint, and `ClusterError` if the RayJob's annotation does not
         contain its manifest.
         """
-        job, stored = snapshot.job, snapshot.storage
+        job, stored = snapshot.training_job, snapshot.storage
         if not job or not head_given_up(snapshot) or stored.summary.stop_requested or stored.trouble:
             return None
         manifest = None if job.gitops_tool else applied_manifest(job, self._run.name)
@@ -283,18 +284,18 @@ class Reconciler:
             state, reason = snapshot.state()
             restart = restarts.next(snapshot)
             if restart:
-                self._done.add(job.uid)
+                self._done.update(each.uid for each in jobs)
                 self._show_once(name, RunState.RETRYING, STARTED_AGAIN)
                 # Restart in a thread, because Argo CD or Flux can take minutes and other runs must not wait.
                 threading.Thread(target=self._start_again, args=(access, snapshot, restart), daemon=True).start()
                 return
             self._show_once(name, state, reason if state.terminal else "")
             notes = annotations(state, snapshot.storage.status)
-            training = without_next_job(snapshot.cluster, snapshot.storage).job
+            training = snapshot.training_job
             if training and not notes.items() <= (training.raw["metadata"].get("annotations") or {}).items():
                 self._cluster.annotate(training, notes)
             status = snapshot.storage.status
-            if job.terminal and not (self._mover and status and left_for_move(status)):
+            if job.terminal and training is job and not (self._mover and status and left_for_move(status)):
                 self._done.add(job.uid)
             self._troubles.pop(name, None)
         except SunspotError as error:
@@ -322,7 +323,7 @@ class Reconciler:
         except SunspotError as error:
             warn(f"{access.run.name}: {error}")
             if isinstance(error, UnreachableError):
-                self._done.discard(restart.job.uid)  # the next check tries again
+                self._done.difference_update(each.uid for each in snapshot.cluster.jobs)  # the next check tries again
 
 
 def annotations(state: RunState, status: Status | None) -> dict[str, str]:
