@@ -165,7 +165,7 @@ class Stream(IterableDataset[Any]):
         ((number for number in range(3)), "a generator, which does not return rows by number"),
         (None, "a NoneType, which does not return rows by number"),
         (DataLoader(TensorDataset(torch.ones(2))), "a DataLoader; return its dataset"),
-        (EmptySource((1,), 2), "a EmptySource, which is a Source; return it from find_sources"),
+        (EmptySource((1,), 2), "an EmptySource, which is a Source; return it from find_sources"),
         ((1, 2, 3), "3 datasets; return two, the training rows and the held-out rows"),
         ({"training": [1]}, "a dict with training; use the key 'train' for the training rows"),
         ([], "a list without rows; return at least one row"),
