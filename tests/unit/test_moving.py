@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -178,9 +179,21 @@ def end_for_move(run: Run, owner: str) -> None:
     write_status(run, stopped, StatusKind.ENDED)
 
 
+def move_until(fail: Callable[[], None], clusters: dict[str, FakeCluster], sunspot: Command, profile: str) -> int:
+    """Move the run, call `fail` once the new RayJob exists, and return the exit code."""
+
+    def wait_and_fail() -> None:
+        wait_until(lambda: jobs(clusters)["west"] == 1, seconds=20)
+        fail()
+
+    failing = start_thread(wait_and_fail, "failing job")
+    code = move(sunspot, profile)
+    failing.result(20)
+    return code
+
+
 def fail_in_west(clusters: dict[str, FakeCluster]) -> None:
-    """Let the new RayJob fail as soon as it exists."""
-    wait_until(lambda: jobs(clusters)["west"] == 1, seconds=20)
+    """Let the new RayJob fail."""
     [name] = clusters["west"].jobs
     clusters["west"].set_status(name, "Failed", "FAILED", message="no such image")
 
@@ -229,14 +242,7 @@ def test_a_run_that_gets_no_nodes_in_the_new_place_stays_where_it_was(
 def test_a_run_whose_new_job_fails_stays_where_it_was(
     clusters: dict[str, FakeCluster], sunspot: Command, profile: str
 ) -> None:
-    def fail() -> None:
-        wait_until(lambda: jobs(clusters)["west"] == 1, seconds=20)
-        [name] = clusters["west"].jobs
-        clusters["west"].set_status(name, "Failed", "FAILED", message="no such image")
-
-    failing = start_thread(fail, "failing job")
-    assert move(sunspot, profile) == 5
-    failing.result(20)
+    assert move_until(lambda: fail_in_west(clusters), clusters, sunspot, profile) == 5
 
     assert "because its RayJob" in sunspot.err
     assert "has ended: no such image; it stays where it was" in sunspot.err
@@ -250,16 +256,13 @@ def test_a_run_whose_new_job_fails_after_the_handover_restarts_in_its_old_place(
     old = owner_of(clusters["east"])
 
     def fail() -> None:
-        wait_until(lambda: jobs(clusters)["west"] == 1, seconds=20)
         end_for_move(sunspot.run, old)
         [name] = clusters["east"].jobs
         clusters["east"].set_status(name, "Complete", "SUCCEEDED")
         [name] = clusters["west"].jobs
         clusters["west"].set_status(name, "Failed", "FAILED", message="no such image")
 
-    failing = start_thread(fail, "failing job")
-    assert move(sunspot, profile) == 5
-    failing.result(20)
+    assert move_until(fail, clusters, sunspot, profile) == 5
 
     assert jobs(clusters) == {"east": 1, "west": 0}
     assert owner_of(clusters["east"]) != old, "the ended RayJob was not replaced"
@@ -281,9 +284,7 @@ def test_a_run_that_was_claimed_while_its_move_was_undone_restarts_in_its_old_pl
         handler.answer()
 
     clusters["west"].on("DELETE", "rayjobs", claim_and_answer, times=1)
-    failing = start_thread(lambda: fail_in_west(clusters), "failing job")
-    assert move(sunspot, profile) == 5
-    failing.result(20)
+    assert move_until(lambda: fail_in_west(clusters), clusters, sunspot, profile) == 5
 
     assert jobs(clusters) == {"east": 1, "west": 0}
     assert owner_of(clusters["east"]) != old, "the superseded RayJob was not replaced"
@@ -313,14 +314,11 @@ def test_a_run_that_cannot_restart_in_its_old_place_is_reported(
     old = owner_of(clusters["east"])
 
     def fail() -> None:
-        wait_until(lambda: jobs(clusters)["west"] == 1, seconds=20)
         end_for_move(sunspot.run, old)
         clusters["east"].on("GET", "rayjobs", answer(403, "who are you?"))
         fail_in_west(clusters)
 
-    failing = start_thread(fail, "failing job")
-    assert move(sunspot, profile) == 4
-    failing.result(20)
+    assert move_until(fail, clusters, sunspot, profile) == 4
 
     assert "run has stopped for its move, and could not be started again in east: " in sunspot.err
     assert "`sunspot resume run --storage" in sunspot.err
@@ -374,15 +372,12 @@ def test_a_job_that_cannot_be_applied_again_is_kept_if_its_move_fails(
     old = owner_of(clusters["east"])
 
     def fail() -> None:
-        wait_until(lambda: jobs(clusters)["west"] == 1, seconds=20)
         [job] = clusters["east"].jobs.values()
         job["metadata"]["annotations"]["sunspot/applied"] = "{}"
         end_for_move(sunspot.run, old)
         fail_in_west(clusters)
 
-    failing = start_thread(fail, "failing job")
-    assert move(sunspot, profile) == 4
-    failing.result(20)
+    assert move_until(fail, clusters, sunspot, profile) == 4
     assert "run has stopped for its move, and could not be started again in east: RayJob run-" in sunspot.err
     assert jobs(clusters) == {"east": 1, "west": 0}
 
@@ -394,15 +389,12 @@ def test_a_run_whose_old_job_is_gone_after_a_failed_move_is_reported(
     old = owner_of(clusters["east"])
 
     def fail() -> None:
-        wait_until(lambda: jobs(clusters)["west"] == 1, seconds=20)
         [name] = clusters["east"].jobs
         clusters["east"].delete_job(name)
         end_for_move(sunspot.run, old)
         fail_in_west(clusters)
 
-    failing = start_thread(fail, "failing job")
-    assert move(sunspot, profile) == 4
-    failing.result(20)
+    assert move_until(fail, clusters, sunspot, profile) == 4
     assert "run has stopped for its move, and could not be started again in east: run-" in sunspot.err
     assert "`sunspot resume run --storage" in sunspot.err
 
