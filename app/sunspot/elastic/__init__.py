@@ -50,7 +50,9 @@ of step 2.
  5. train.step_guard.StepGuard            decides whether the abandoned step counts. It counts if `Worker.finish_step`
                                           has accepted it, unless the GPU has cancelled it because its sums were
                                           aborted. Otherwise, train.undo.StepUndo restores the state from before
-                                          the step
+                                          the step. Under hsdp, a worker that waits for the others before its
+                                          optimizer's step asks the server whether to take this step
+                                          (parallel.step_barrier.StepBarrier)
  6. train.joining.Joining                 makes the process a worker of the next group. Its methods `form`, `claim` and
                                           `build` lead to steps 7, 8 and 9
  7. membership.Membership                 forms the group (`decide`) once all living members have asked to join it. They

@@ -11,8 +11,8 @@ cannot reach the server is therefore in no group, and exits.
 The newest state is never left behind. If only members on draining nodes have it, they stay in the group, hand the state
 over, and leave at the next change.
 
-The size of the group can be limited. Some members then leave as on a draining node, but their processes keep running,
-and are the first to join if the limit rises again.
+The size of the group can be limited. Members beyond the limit leave the group between two steps, but their processes
+keep running, and are the first to join if the limit rises again.
 
 Under PARALLEL=hsdp, a group consists of whole replicas (`replicas.arrange`). If one of a replica's workers is lost, the
 replica's other processes keep running, and wait until a new process completes a replica.
@@ -94,7 +94,15 @@ class Change:
     number: int
 
 
-Message = Generation | Close | Change | None
+@dataclass(frozen=True)
+class PassBarriers:
+    """Message that tells members of a closed generation how many barriers they may pass (`StepBarrier`)."""
+
+    number: int
+    barriers: int
+
+
+Message = Generation | Close | Change | PassBarriers | None
 """Message to a member. None means that no next generation will form."""
 
 
@@ -137,6 +145,10 @@ class Membership:
         "True if the newest generation is believed to be training."
         self._announced: Message | None = None
         "Message last sent to the members of the newest generation."
+        self._barriers: dict[str, int] = {}
+        "Number of barriers that members of the closed generation have passed, keyed by uid."
+        self._answered = False
+        "True once the members of the closed generation were told how many barriers to pass."
         self._settled_at = 0.0
         self._first_request = math.inf
         "Time of the first request to join a group that has no previous member."
@@ -186,6 +198,12 @@ class Membership:
         if self._is_member(uid):
             self._close(now)
 
+    def report_barriers(self, uid: str, number: int, passed: int) -> None:
+        """Record how many barriers a member of generation `number` has passed. The generation is closed."""
+        if number == self.generation.number and self._is_member(uid):
+            self._barriers[uid] = passed
+            self._changed = True
+
     def end(self, uid: str) -> None:
         """Record that the whole group ends, because training is done or restarts."""
         self.ended = self.ended or self._is_member(uid)
@@ -232,7 +250,9 @@ class Membership:
             messages: list[tuple[str, Message]] = [(uid, None) for uid in self._requests]
             self._requests = {}
         else:
-            messages = self._ask_for_change() if self._open else [*self._announce(Close), *self._form(now)]
+            messages = (
+                self._ask_for_change() if self._open else [*self._announce(Close), *self._answer(), *self._form(now)]
+            )
         self._changed = bool(messages)  # a group that has just formed may have to change at once
         return messages
 
@@ -243,7 +263,7 @@ class Membership:
 
     @property
     def leavers(self) -> list[Member]:
-        """Members that will leave the group at its next change. Some of the remaining members have the state, too."""
+        """Members that will leave the group at its next change. Other members, which stay, also have the state."""
         if not self._open:
             return []
         wanted = self._wanted()
@@ -288,6 +308,15 @@ class Membership:
         self._announced = message
         return [(uid, message) for uid in self._living()]
 
+    def _answer(self) -> list[tuple[str, Message]]:
+        """Return the number of barriers to pass to each live member, once all live members have reported."""
+        living = self._living()
+        if self._answered or not self._barriers or living - self._barriers.keys():
+            return []
+        self._answered = True
+        message = PassBarriers(self.generation.number, max(self._barriers.values()))
+        return [(uid, message) for uid in living]
+
     def _form(self, now: float) -> list[tuple[str, Message]]:
         """Form the next generation once all live members of the previous generation have requested it.
 
@@ -304,6 +333,7 @@ class Membership:
         before = self.generation
         self.generation = Generation(before.number + 1, chosen)
         self._open, self._first_request = True, math.inf
+        self._barriers, self._answered = {}, False
         for rank, member in enumerate(chosen):
             del self._requests[member.uid]
             self._shards[member.lasting_name] = rank % self._degree
@@ -312,7 +342,7 @@ class Membership:
         return [(member.uid, self.generation) for member in (*chosen, *left_out)]
 
     def _choose(self, candidates: Set[str]) -> tuple[Member, ...]:
-        """Choose the next members, in whole replicas. Members of the last generation come first, in their order.
+        """Choose the next members, in whole replicas. Members of the newest generation come first, in their order.
 
         A candidate on a draining node is excluded if a member on a staying node has a state at least as new. A newcomer
         on a draining node is also excluded if it has no state and any candidate is on a staying node. If a newcomer on
@@ -346,9 +376,9 @@ class Membership:
     def _over_limit(self, candidates: list[Member]) -> list[Member]:
         """Return the candidates beyond the limit. Members of the newest generation take precedence over newcomers.
 
-        All members that leave at one change are on the same node, because a shard's node and the node with its copy
-        must not leave together. After a loss, or while the other members lack the newest state, no member leaves until
-        the next change.
+        All members that leave at one change are on the same node, because the node that holds a shard and the node that
+        holds its copy must not leave at the same change. If a member was lost, or if the members that would stay lack
+        the newest state, no member leaves at this change.
         """
         members = [member for member in candidates if self._is_member(member.uid)]
         newcomers = [member for member in candidates if not self._is_member(member.uid)]

@@ -43,11 +43,20 @@ from sunspot.elastic.member_connections import (
     encode,
     open_connection,
 )
-from sunspot.elastic.membership import Change, Generation, Member, Membership, MembershipSnapshot, Message
+from sunspot.elastic.membership import (
+    Change,
+    Generation,
+    Member,
+    Membership,
+    MembershipSnapshot,
+    Message,
+    PassBarriers,
+)
 from sunspot.elastic.messages import Incident, StepTimes, WorkerGroup
 from sunspot.elastic.sick_nodes import SickNode, SickNodes
 from sunspot.formatting import plural
 from sunspot.parallel.process_group import LOOPBACK
+from sunspot.parallel.step_barrier import StepBarrier
 from sunspot.ray_internals.nodes import is_own_session
 from sunspot.run.incidents import Cause
 
@@ -109,6 +118,15 @@ class JoinRequest:
 
     step: int | None
     "Step of the sender's state, or None if it has no usable state."
+
+
+@dataclass(frozen=True)
+class BarrierReport:
+    """Message that tells the membership server how many barriers the sender has passed in a closed generation."""
+
+    number: int
+    "Number of the generation."
+    passed: int
 
 
 class MembershipServer:
@@ -213,6 +231,8 @@ class MembershipServer:
             elif isinstance(message, JoinRequest):
                 uid = self._connected[connection].uid
                 self._membership.request_to_join(uid, time.monotonic(), message.step)
+            elif isinstance(message, BarrierReport):
+                self._membership.report_barriers(self._connected[connection].uid, message.number, message.passed)
             elif message == END:
                 self._membership.end(self._connected[connection].uid)
 
@@ -318,11 +338,21 @@ class Link:
 class MembershipClient:
     """Keeps this process connected to the membership server."""
 
-    def __init__(self, address: MembershipAddress, identity: Member, break_collectives: Callable[[], None]) -> None:
-        """Create a client. Its own thread calls `break_collectives` when the group of this process has ended."""
+    def __init__(
+        self,
+        address: MembershipAddress,
+        identity: Member,
+        break_collectives: Callable[[], None],
+        step_barrier: StepBarrier | None = None,
+    ) -> None:
+        """Create a client. Its own thread calls `break_collectives` when the group of this process has ended.
+
+        `step_barrier` is the process's barrier under hsdp.
+        """
         self._address = address
         self._identity = identity
         self._break_collectives = break_collectives
+        self._step_barrier = step_barrier
         self._connecting = threading.Lock()
         self._link: Link | None = None
         self._left = False
@@ -405,6 +435,8 @@ class MembershipClient:
                         continue
                     self._generation = generation.number
                     self._closed.clear()
+                    if self._step_barrier:
+                        self._step_barrier.open(generation.number)
                     # The listening thread may have seen the end of this generation before `_generation` was set.
                     if self._newest_closed >= generation.number or self._link is not link:
                         self._leave_generation()
@@ -451,7 +483,7 @@ class MembershipClient:
         if self._link:
             self._link.connection.end()
 
-    def _send(self, message: HeartbeatLimit | JoinRequest | str, link: Link | None = None) -> bool:
+    def _send(self, message: BarrierReport | HeartbeatLimit | JoinRequest | str, link: Link | None = None) -> bool:
         link = link or self._link
         return link is not None and self._try(link, lambda: link.connection.send(message))
 
@@ -484,8 +516,13 @@ class MembershipClient:
                     link.formed.put(message)
                 elif isinstance(message, Change):
                     self._newest_change = message.number
+                elif isinstance(message, PassBarriers):
+                    if self._step_barrier:
+                        self._step_barrier.answer(message.number, message.barriers)
                 else:
                     self._newest_closed = message.number
+                    if self._step_barrier:
+                        self._send(BarrierReport(message.number, self._step_barrier.close(message.number)), link)
                     if message.number == self._generation:
                         self._end_generation()
         except (EOFError, OSError):
@@ -501,6 +538,8 @@ class MembershipClient:
         if self._link is link:
             self._link = None
             link.connection.end()
+            if self._step_barrier:
+                self._step_barrier.answer(self._generation, 0)
             self._end_generation()
 
     def _end_generation(self) -> None:

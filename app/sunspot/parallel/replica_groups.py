@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from sunspot.background import start_thread
 from sunspot.parallel.mesh import mesh_of
+from sunspot.parallel.step_barrier import StepBarrier
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -50,6 +51,7 @@ class ReplicaGroups:
         "The group that `mesh` uses, which has the members of this replica and no connections."
         self._formed = 0
         "Number of times that the groups have formed."
+        self.step_barrier = StepBarrier(self._meet)
         self._collective_began: float | None = None
         "Start of the collective in progress, in `time.monotonic` seconds, or None."
 
@@ -127,10 +129,10 @@ class ReplicaGroups:
             dist.all_reduce(value, group=self._own)
         return value
 
-    def await_all_workers(self, device: torch.device) -> None:
-        """Wait until all workers of all replicas have called this method. If `device` is a GPU, only the GPU waits."""
+    def _meet(self) -> None:
+        """Wait until all workers of all replicas have called this method."""
         with self._collective():
-            dist.all_reduce(torch.zeros(1, device=device))
+            dist.all_reduce(torch.zeros(1))
 
     @contextmanager
     def _collective(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ from torch.optim import Optimizer
 
 from sunspot.elastic.membership_channel import RegroupError
 from sunspot.parallel.collectives import WorkerPlace
+from sunspot.parallel.step_barrier import StepBarrier
 from sunspot.train.undo import StepUndo
 
 
@@ -43,18 +44,16 @@ class StepGuard:
         """Make sure that aborted sums change no parameters, and that a change by `optimizer` can be undone.
 
         This waits until all sums are complete, unless the GPU itself can cancel the step because the optimizer is
-        fused. Raises `RegroupError` if sums were aborted.
+        fused. Under hsdp, it also waits for all other workers. Raises `RegroupError` if sums were aborted.
         """
         undo = self._undo
         sums = self._place.sums
         if not undo or not sums:
             return
-        if self._place.replicas:
-            # Either all workers have complete gradients, or none changes its shard. Otherwise, the shards that are left
-            # after a loss could belong to different steps.
-            self._place.replicas.await_all_workers(self._place.device)
         self.confirm()
-        if optimizer and optimizer is self._cancellable and sums.can_cancel(optimizer) and undo.nothing_early:
+        if self._place.replicas:
+            self._await_all_workers(self._place.replicas.step_barrier)
+        elif optimizer and optimizer is self._cancellable and sums.can_cancel(optimizer) and undo.nothing_early:
             sums.begin_step(optimizer)
         else:
             self.await_sums()
@@ -64,6 +63,12 @@ class StepGuard:
     def await_sums(self) -> None:
         """Wait until all sums so far are complete. Raises `RegroupError` if they were aborted."""
         if self._place.sums and not self._place.sums.await_sums():
+            raise RegroupError
+
+    def _await_all_workers(self, barrier: StepBarrier) -> None:
+        """Wait until all workers have complete gradients. Raises `RegroupError` if the group ends before that."""
+        self.await_sums()
+        if not barrier.wait():
             raise RegroupError
 
     def accept(self, count: Callable[[], None]) -> None:

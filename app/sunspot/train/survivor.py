@@ -45,14 +45,12 @@ from sunspot.parallel.collectives import WorkerPlace, same_parameters
 from sunspot.parallel.process_group import FORM_LIMIT_S, NCCL_LIMIT_S, ProcessGroups
 from sunspot.parallel.replica_groups import ReplicaGroups
 from sunspot.parallel.sharding import shard_model_state
+from sunspot.parallel.step_barrier import CLOSED_WITHIN_S
 from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.run.attempts import Attempt, checkpoint_name, step_of
 from sunspot.run.failures import LOST_PEER
 from sunspot.train.learner import Learner, load_rest
 from sunspot.train.worker import Worker, close_outputs
-
-CLOSED_WITHIN_S = 3.0
-"""Seconds within which a member learns that its group is closed, after a loss has broken a collective."""
 
 OUTPUTS_S = 1.0
 """Maximum number of seconds that a new group waits for storage to take the logs and metrics of the previous group."""
@@ -83,7 +81,8 @@ class Survivor:
         context = ray.get_runtime_context()
         name = f"{context.get_actor_id()}-{process_name()}"  # `replace_lost_alone` looks for the actor id
         member = Member(name, context.get_node_id(), host=socket.gethostname())
-        self._client = MembershipClient(address, member, self.groups.break_collectives)
+        barrier = replicas.step_barrier if replicas else None
+        self._client = MembershipClient(address, member, self.groups.break_collectives, barrier)
         self._worker: Worker | None = None
         self._trained = False
         "True once this process has trained in a group."

@@ -1,0 +1,84 @@
+"""Makes sure that either all workers of a group change their shards in a step, or none does (PARALLEL=hsdp).
+
+The workers that survive a loss can continue only if their shards belong to the same step. Before its optimizer's step,
+each worker therefore waits at a barrier until all workers have complete gradients. If a loss interrupts the barrier,
+some workers have passed it, and others cannot know whether all workers had reached it.
+
+The driver tells them. When it announces the end of the group, each worker reports how many barriers it has passed, and
+from then on, it passes no barrier without the driver's answer. Once all live members have reported, the driver answers
+with the largest of these numbers. If one worker has passed a barrier, all workers had complete gradients, so those that
+still wait at this barrier also take the step. Otherwise, none does. (This is the termination protocol of three-phase
+commit: D. Skeen, "Nonblocking Commit Protocols", SIGMOD 1981.)
+"""
+
+import threading
+from collections.abc import Callable
+
+CLOSED_WITHIN_S = 3.0
+"""Seconds within which a member learns that its group is closed, after a loss has broken a collective."""
+
+ANSWER_WITHIN_S = 15.0
+"""Seconds to wait for the driver's answer. The driver waits for each live member until it counts as lost, which takes
+up to 10 s (`membership_channel.PROCESS_LIMIT_S`)."""
+
+
+class StepBarrier:
+    """The barrier of one process, for all of its groups. `wait` is for the training thread, the rest for any thread."""
+
+    def __init__(self, meet: Callable[[], None]) -> None:
+        """Create a barrier. `meet` returns once all workers have called it, and raises `RuntimeError` if it fails."""
+        self._meet = meet
+        self._changed = threading.Condition()
+        self._group = 0
+        "Number of this process's newest group."
+        self._passed = 0
+        "Number of barriers that this process has passed in the group."
+        self._closed = False
+        "True once the end of the group was announced."
+        self._answer: int | None = None
+        "Number of barriers that the members of the closed group may pass, or None until the driver has answered."
+
+    def wait(self) -> bool:
+        """Wait until all workers have complete gradients. Return False if the group has ended before that.
+
+        Raises `RuntimeError` if the barrier fails although the group has not ended.
+        """
+        error = None
+        try:
+            self._meet()
+        except RuntimeError as caught:
+            error = caught
+        with self._changed:
+            if error and not self._changed.wait_for(lambda: self._closed, CLOSED_WITHIN_S):
+                raise error
+            if self._closed:
+                self._changed.wait_for(lambda: self._answer is not None, ANSWER_WITHIN_S)
+            if self._closed and (self._answer or 0) <= self._passed:
+                return False
+            self._passed += 1
+            return True
+
+    def open(self, group: int) -> None:
+        """Begin a group with this number."""
+        with self._changed:
+            self._group = group
+            self._passed = 0
+            self._closed = False
+            self._answer = None
+
+    def close(self, group: int) -> int:
+        """Record that a group has ended, and return how many of its barriers this process has passed."""
+        with self._changed:
+            if group != self._group:
+                return 0
+            self._closed = True
+            self._changed.notify_all()
+            return self._passed
+
+    def answer(self, group: int, passed: int) -> None:
+        """Record the driver's answer: the members of a group may pass this number of barriers."""
+        with self._changed:
+            if group == self._group:
+                self._closed = True
+                self._answer = passed
+                self._changed.notify_all()
