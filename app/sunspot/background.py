@@ -48,7 +48,7 @@ def start_thread(work: Callable[[], Result], name: str) -> Future[Result]:
 def map_parallel(act: Callable[[Item], Result], items: Iterable[Item], at_once: int = AT_ONCE) -> list[Result]:
     """Call `act` for each item, in up to `at_once` threads, and return the results in the order of the items.
 
-    After an error, no more items are started, and the error of the first failed item is raised. If `at_once` is 1, no
+    After an error, no further calls begin, and the error of the first failed item is raised. If `at_once` is 1, no
     thread is started.
     """
     if at_once == 1:
@@ -79,8 +79,8 @@ class Background:
     """Context manager that runs tasks every `every_s` seconds, and once more on exit.
 
     A task that raises an error is called again at the end of the next interval. A `SunspotError` is expected, usually
-    because storage cannot be reached. Any other error is a bug. It is logged once, and not again until the task has
-    succeeded or failed with a different error.
+    because storage cannot be reached, and is not logged. Any other error is a bug, and is logged. If a task keeps
+    failing with errors of the same class, only the first of them is logged.
     """
 
     def __init__(self, every_s: float, *tasks: Callable[[], None]) -> None:

@@ -84,9 +84,9 @@ def submit(
     live run is returned. A finished run is not started again. `take_over` allows taking over a run that is live
     elsewhere, for example in another cluster.
 
-    Raises `SettingsError`, `ClusterError`, `StorageError`, or `ConflictError` if the run is live with other settings or
-    elsewhere. If a check fails, no RayJob is created. However, the run's RayJob in another place of the profile may
-    already have been deleted, even if it was still waiting for nodes.
+    Raises `ConflictError` if the run is live with other settings or elsewhere. Other faults raise `SettingsError`,
+    `ClusterError` or `StorageError`. If a check fails, no RayJob is created. However, the run's RayJob in another place
+    of the profile may already have been deleted, even if it was still waiting for nodes.
     """
     request = JobRequest(profile, with_place(_to_texts(settings), name, storage), image, namespace, code=code)
     rendered, cluster = render_in_place(request, context)
@@ -102,7 +102,7 @@ def _to_texts(settings: Mapping[str, Any] | None) -> dict[str, str]:
 
 @contextmanager
 def _extra_required(what: str) -> Iterator[None]:
-    """Context manager that raises `SettingsError` with the fix if an import fails without the extra `train`."""
+    """Context manager that raises `SettingsError` for a failed import, and says how to install the extra `train`."""
     try:
         yield
     except ModuleNotFoundError as error:

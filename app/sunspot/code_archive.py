@@ -2,8 +2,8 @@
 
 `sunspot submit --code` makes an archive of the code (sunspot/submitter/code_files.py). Each node unpacks the archive,
 and each process puts the unpacked folder first on `sys.path`. SUNSPOT_CODE contains the archive's URL and SHA-256, so a
-run trains with exactly this code, or fails. The archive is an uncompressed tar file, because compressed bytes depend on
-the version of zlib. It contains only files and folders.
+run trains with exactly this code, or fails. The archive contains only files and folders. It is a tar file without
+compression, because the compressed bytes, and thus the hash, would depend on the version of zlib.
 """
 
 import fcntl
@@ -75,7 +75,7 @@ def find_code(reference: str) -> str:
     Returns an empty string if `reference` is empty.
 
     Raises `SettingsError` if the archive does not exist, `StorageError` if it cannot be fetched or unpacked, and
-    `DamageError` if its hash does not match `reference` or a file in it would lie outside the folder.
+    `DamageError` if its hash does not match `reference`, or if a file in it would lie outside the folder.
     """
     if not reference:
         return ""

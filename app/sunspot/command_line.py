@@ -37,13 +37,16 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(prog, description=description, allow_abbrev=False, **options)
 
     def add_verbs(self, other_verbs: Mapping[str, str]) -> Any:
-        """Turn this into the parser of a command group, and return the action to which subcommands are added."""
+        """Prepare this parser for subcommands, and return the action to which they are added.
+
+        `other_verbs` contains the subcommands' names in other programs.
+        """
         self.other_verbs = other_verbs
         self.verbs = self.add_subparsers(title="commands", metavar="COMMAND", required=True)
         return self.verbs
 
     def add_deferred_arguments(self) -> None:
-        """Add the deferred arguments if they have not been added yet."""
+        """Call `deferred`, which adds this parser's arguments. Later calls do nothing."""
         if self.deferred:
             self.deferred(self)
             self.deferred = None

@@ -146,8 +146,8 @@ def test_csv_and_json_rows_are_read_unchanged(tmp_path: Path, suffix: str) -> No
     ("files", "columns", "said"),
     [
         ({"a.jsonl": LABELS, "b.jsonl": [0, 1]}, COLUMNS, ["text in some files and numbers in others"]),
-        ({"a.csv": LABELS, "b.jsonl": LABELS}, COLUMNS, ["both CSV and JSON lines", "separate folders"]),
-        ({"a.csv": LABELS, "images/b.png": []}, COLUMNS, ["both CSV and images"]),
+        ({"a.csv": LABELS, "b.jsonl": LABELS}, COLUMNS, ["contains CSV and JSON lines", "separate folders"]),
+        ({"a.csv": LABELS, "images/b.png": []}, COLUMNS, ["contains CSV and images"]),
         ({"a.csv": ["up", "down"], "val/b.csv": [], "train/b.csv": []}, COLUMNS, ["train/ and val/", "TEST_DATASET"]),
         (
             {"train/a.csv": ["up"], "test/a.csv": ["left"]},

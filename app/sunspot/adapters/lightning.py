@@ -124,7 +124,7 @@ class LightningTask(Task):
 
     def schedule(self, step: int, total_steps: int) -> float:
         """Raise `SettingsError`, because a LightningModule has scheduler objects instead of this function."""
-        raise self.error("only `python -m sunspot.train` can train a LightningModule; use a plain PyTorch task")
+        raise self.error("a LightningModule has no schedule function; train it with `python -m sunspot.train`")
 
     def begin_schedule(self, model: LightningModule, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Set the learning rate and other scheduled options to their values after `step` optimizer steps.
@@ -206,8 +206,8 @@ class LogCapture:
         number = torch.as_tensor(value) if isinstance(value, (torch.Tensor, int, float)) else None
         if number is None or number.numel() != 1:
             raise SettingsError(
-                f"self.log({name!r}) got {kind_of(value)}; log one number per batch; if this is a metric object, "
-                "call it and log the result"
+                f"self.log({name!r}) got {kind_of(value)}; log one number per batch (if the value is a metric object, "
+                "call it and log the result)"
             )
         first = self._names.setdefault(short, name)
         if short != LOSS and name != first:

@@ -136,7 +136,7 @@ class TrainerTask(Task):
         silence(trainer)
         model = TrainedModel(trainer, settings.task)
         if model.adapted and settings.weights != "pt":
-            raise self.error(f"with peft, checkpoints store the weights in {ADAPTER}; set {PREFIX}WEIGHTS to pt")
+            raise self.error(f"with peft, the weights are always saved as {ADAPTER}; set {PREFIX}WEIGHTS to pt")
         return model
 
     def build_optimizer(self, model: TrainedModel, settings: Settings) -> torch.optim.Optimizer:
@@ -207,8 +207,8 @@ class TrainerTask(Task):
             )
         if trainer.compute_metrics or trainer.model_init:
             raise self.error(
-                "compute_metrics and model_init would never be called, because held-out rows are evaluated by their "
-                "loss, and build_trainer creates the model; remove these arguments"
+                "the Trainer's arguments compute_metrics and model_init would never be called, because Sunspot "
+                "computes only the loss of held-out rows, and gets the model from build_trainer; remove these arguments"
             )
         for kind, dataset, there in zip(
             ("train", "eval"), (trainer.train_dataset, trainer.eval_dataset), rows, strict=True
@@ -216,7 +216,7 @@ class TrainerTask(Task):
             if count(dataset) != there:
                 raise self.error(
                     f"the {name}'s {kind}_dataset has {max(0, count(dataset))} rows, but build_dataset returned "
-                    f"{there}; pass all of these rows to the {name}, and pack or filter them in build_dataset"
+                    f"{there}; pass exactly these rows to the {name}, and pack or filter rows in build_dataset"
                 )
 
 

@@ -1,7 +1,7 @@
 """The training loop for tasks with a Trainer from transformers.
 
 Accelerate wraps the model, as in an ordinary script, and uses Ray Train's process group and environment. The Trainer's
-arguments control precision and DDP, and determine which work only one process per node does.
+arguments control precision and DDP.
 """
 
 from collections import deque

@@ -5,7 +5,7 @@ Every worker calls `CheckpointManager.save` (manager.py). Four threads then work
 training thread   `save` gathers the consumed rows (ledger.py) and calls `Snapshots.take` (snapshot.py). `take` gets a
                   slot in shared memory (`NodeMemory.free_slot`, memory.py), copies the tensors that the next forward
                   pass can change, and leaves the rest to the copy thread. Before the next optimizer step,
-                  `wait_for_copy` waits for that copy. On a GPU, only the device's queue waits.
+                  `wait_for_copy` waits for the copy thread. On a GPU, only the device's queue waits.
 copy thread       `Snapshots._copy` copies the tensors to the slot.
 seal thread       `NodeMemory.complete` writes the sidecar and the marker (memory_files.py). From then on, a restart can
                   resume from this copy. Under FSDP, where each rank has a part (shard) of the state,
@@ -13,9 +13,9 @@ seal thread       `NodeMemory.complete` writes the sidecar and the marker (memor
 commit thread     `CheckpointCommitter` (commit.py) runs on rank 0, or under FSDP on every rank, and commits the newest
                   snapshot. It checks that this process may still commit (`ensure_committer`). A `SnapshotWriter`
                   uploads and verifies the files (`WholeStateWriter` in files.py, or under FSDP `ShardWriter` in
-                  parts.py). The committer checks again and writes the manifest, at which point the checkpoint
-                  exists. Finally, the committer deletes expired checkpoints and releases the slot. A process that
-                  outlives its group completes its commit while the next group trains.
+                  parts.py). The committer checks again that it may commit, and writes the manifest. From then on, the
+                  checkpoint exists. Finally, the committer deletes expired checkpoints and releases the slot. A process
+                  that outlives its group completes its commit while the next group trains.
 
 To resume, node_state.py reads a copy from the node's memory, or a checkpoint from storage, once for all workers of the
 node.

@@ -93,7 +93,7 @@ class WeightAverage:
     def _load(self, _: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Undo `exchange`: load the trained weights and the average, and return the optimizer's state without them.
 
-        The parameters still contain the average, because the model's state is loaded first.
+        The model's state is loaded before the optimizer's state, so the parameters contain the average at first.
         """
         trained = {number: values[TRAINED] for number, values in state["state"].items() if TRAINED in values}
         averages = {number: values[AVERAGE] for number, values in state["state"].items() if AVERAGE in values}

@@ -1,8 +1,8 @@
 """Commits copies of the training state to storage in a background thread.
 
 A checkpoint exists once its manifest is written, after all of its files were uploaded and verified. The thread commits
-one checkpoint at a time. If storage is slower than the checkpoint interval, a newer copy replaces a copy that is still
-waiting. Under PARALLEL=fsdp, every rank has such a thread for its part (shard) of the state, and rank 0's thread
+one checkpoint at a time. If a commit takes longer than the checkpoint interval, a newer copy replaces a copy that is
+still waiting. Under PARALLEL=fsdp, every rank has such a thread for its part (shard) of the state, and rank 0's thread
 commits all ranks' parts (parts.py).
 
 A process that outlives its group completes its commit while the next group trains. The first commit of the next group
@@ -137,8 +137,8 @@ class CheckpointCommitter:
     ) -> None:
         """Create a committer. Its thread starts with the first `commit`.
 
-        `writer` writes a snapshot's files. Each checkpoint relies on the `journals` and the rows in the `ledger`, so
-        they are written to storage first. `journals` and `ledger` are None if another rank writes them.
+        `writer` writes a snapshot's files. The `journals` and the rows in the `ledger` are written to storage before
+        each checkpoint, because it relies on them. `journals` and `ledger` are None if another rank writes them.
         """
         self._run = run
         self._attempt = attempt

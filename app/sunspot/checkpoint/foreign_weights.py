@@ -122,6 +122,9 @@ def with_tied(own: Mapping[str, Any], state: dict[str, Any], origin: str) -> dic
 
 
 def are_same(one: Any, other: Any) -> bool:
-    """Return True if two values of a state_dict are the same tensor, or equal tensors (in this worker's parts)."""
+    """Return True if two values of a state_dict are the same object or equal tensors.
+
+    If the tensors are sharded, only this worker's parts are compared.
+    """
     are_tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
     return one is other or (are_tensors and torch.equal(part_of(one), part_of(other)))

@@ -132,7 +132,7 @@ class CheckpointManager:
             self._ledger.begin_exchange(step, rows, last - first)
 
     def count_step(self, step: int) -> None:
-        """Write the heartbeat of a step that counts, because the GPU can no longer cancel it."""
+        """Write the heartbeat of a step that the GPU can no longer cancel."""
         self._memory.heartbeat(self._attempt.number, step, self._place.shard, self._place.shards)
 
     def took_step(self, step: int, rows: torch.Tensor | None) -> None:

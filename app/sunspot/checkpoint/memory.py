@@ -201,7 +201,7 @@ class NodeMemory:
         return next((slot for slot in self._slots if Use.NEWEST in slot.uses), None)
 
     def heartbeat(self, attempt: int, step: int, shard: int = 0, shards: int = 1) -> None:
-        """Record in shared memory that `step` was taken by a worker with this shard of the state."""
+        """Record in shared memory that this worker, which has one of the state's `shards`, has taken `step`."""
         if self._heartbeat is not None:
             HEARTBEAT.pack_into(self._heartbeat, 0, *Heartbeat(attempt, step, time.time(), shard, shards))
 
@@ -215,10 +215,10 @@ class NodeMemory:
         self._copies = count
 
     def free_slot(self, size: int, needed: bool, device: torch.device | None = None) -> Slot | None:
-        """Return a free slot of `size` bytes, or None if all are in use or a slot is still being created.
+        """Return a free slot of `size` bytes. Return None if all are in use, or a slot is still being created.
 
-        If `needed` is set, a missing slot is created at once, so the result is never None. If None is returned, or
-        if uploads use all other slots, a slot for a later copy is created in the background (`reserve`).
+        If `needed` is set, a missing slot is created at once, so the result is never None. If the result is None, or if
+        uploads use all other slots, a slot for a later copy is created in the background (`reserve`).
         """
         if self._making:
             if not needed and not self._making.done():
@@ -281,7 +281,7 @@ class NodeMemory:
         return ""
 
     def pin(self, slot: Slot, device: torch.device) -> None:
-        """Lock a slot's pages for copies from `device`, if CUDA allows it."""
+        """Pin a slot's memory for copies from `device`. Log a warning the first time that CUDA refuses this."""
         with torch.cuda.device(device):
             refusal = slot.pin()
         if refusal and not self._unpinned:

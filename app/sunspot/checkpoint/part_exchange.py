@@ -65,9 +65,10 @@ class PartExchange:
         memory.expect_copies(2 * (nodes.count(here) + kept))  # the newest and the next copy of each part
 
     def agree_to_copy(self, has_slot: bool) -> bool:
-        """Return True if all workers can copy their parts now. A state must consist of parts from the same step.
+        """Return True if all workers can copy their parts now. Otherwise, no worker copies its part.
 
         All workers must call this together, in the training thread. `has_slot` is False on a worker that cannot copy.
+        The parts of a copied state must all come from the same step.
         """
         lacking, stopped = any_rank(self._control, not has_slot, not self._memory.shared or bool(self._failure))
         if stopped:

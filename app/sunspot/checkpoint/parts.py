@@ -164,7 +164,10 @@ class ShardWriter:
         return {"files": files, "tensors": [piece._asdict() for piece in pieces]}
 
     def write_weights(self, snapshot: Snapshot) -> dict[str, Any]:
-        """Write this rank's share of the model's safetensors files, from all ranks' parts, and return their index."""
+        """Write this rank's share of the model's safetensors files, and return their index.
+
+        Their tensors are read from all ranks' parts.
+        """
         run = self._run
         name = snapshot.manifest.name
         written = Files()

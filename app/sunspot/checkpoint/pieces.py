@@ -71,7 +71,7 @@ class Piece(NamedTuple):
 def extent_of(
     name: str, part: torch.Tensor, place: TensorSlice | None
 ) -> tuple[str, str, list[int], list[int], list[int]]:
-    """Return the fields of a `Piece` up to `lengths`.
+    """Return the fields `name` to `lengths` of a `Piece`.
 
     `part` is the slice of the tensor at `place`, or the whole tensor if `place` is None.
     """

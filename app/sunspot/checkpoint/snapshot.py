@@ -176,7 +176,7 @@ class Snapshots:
         """Prepare to take one worker's snapshots.
 
         If the state is sharded, `exchange` stores each part on two nodes. `sums` shows whether collectives were being
-        aborted when a copy ended, so that the copy may contain wrong values.
+        aborted when a copy ended. Such a copy may contain wrong values.
         """
         self._memory = memory
         self._saved = saved

@@ -8,8 +8,8 @@ import pyarrow as pa
 def map_type(stored: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
     """Return a type after applying `change` to it, or to each type inside its lists and structs.
 
-    List views are kept, because pyarrow 26 would cast them to lists with wrong lengths. Rows can be selected from list
-    views.
+    List views are kept, because pyarrow 26 would cast them to lists with wrong lengths. They need
+    not be cast, because Arrow can select rows from list views.
     """
     types = pa.types
     if types.is_struct(stored):

@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def convert_mnist(data_root: str, out: str) -> dict[str, int]:
     """Write MNIST to `out`, and return the number of rows in each split.
 
-    Raises whatever `open_mnist` raises, `SettingsError` if `out` exists, and `StorageError` if it cannot be written.
+    Raises `SettingsError` if `out` exists, `StorageError` if it cannot be written, and the errors of `open_mnist`.
     """
     with _new_directory(out) as directory:
         written = {}

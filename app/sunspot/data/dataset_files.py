@@ -113,8 +113,8 @@ def list_files(location: str) -> DatasetFiles:
     """List a dataset's files, which all have the same format. Raises `DataError` if the format is ambiguous.
 
     A dataset saved by Hugging Face's `datasets` lists its files, in order, in STATE_FILE. For folders of images, the
-    result contains only the name PICTURES. If there are indexed tar files or Parquet files, other tables and images are
-    skipped with a note.
+    result contains only the name PICTURES. If there are indexed tar files, or else Parquet files, only these are read.
+    All other tables and images are then skipped with a note.
     """
     system, path = _file_system(location)
     with arrow_errors(location):
@@ -157,7 +157,7 @@ def list_files(location: str) -> DatasetFiles:
         found = [kind for kind in found if kind != "JSON lines"]
     if len(found) > 1:
         raise DataError(
-            f"{location} contains both {' and '.join(found)}; move them to separate folders, or set SUNSPOT_DATASET to "
+            f"{location} contains {' and '.join(found)}; move them to separate folders, or set SUNSPOT_DATASET to "
             "one file"
         )
     if not found:
@@ -267,7 +267,9 @@ def _list_saved_dataset(location: str, state: bytes) -> list[str]:
             f"{join(location, STATE_FILE)} does not list the dataset's files: {shorten(error)}; save the dataset again"
         ) from error
     if not names or any("/" in name for name in names):
-        raise DataError(f"{join(location, STATE_FILE)} does not list files in its own folder; save the dataset again")
+        raise DataError(
+            f"{join(location, STATE_FILE)} lists no files, or files in other folders; save the dataset again"
+        )
     return names
 
 

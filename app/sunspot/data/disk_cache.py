@@ -4,8 +4,8 @@ An entry contains one range of one version of a file. Its name is a hash of the 
 range. Rows are always read in the same ranges, so the next epoch finds all of its ranges in the cache.
 
     3f/3fa91c...    an entry: a checksum and the content, renamed to this name once it is complete
-    locks/3fa       locked while a process fetches an entry whose name begins with 3fa, so that no other process does
-    size            the total size of all entries in bytes. It is only changed while locks/size is locked
+    locks/3fa       locked while a process fetches an entry whose name begins with 3fa, so that it is fetched only once
+    size            the total size of all entries in bytes, which is only changed while locks/size is locked
 
 Processes share nothing except these files, so they can run in different pods. A process that is killed, or whose disk
 is full, leaves at most one unfinished entry behind. The total size includes this entry until it is replaced or removed.

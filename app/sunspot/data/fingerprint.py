@@ -31,7 +31,7 @@ def digest_array(values: np.ndarray) -> str:
 def sample_ranges(sizes: Sequence[int]) -> list[list[tuple[int, int]]]:
     """Return the ranges to sample in each file as (offset, length), given the file sizes in bytes.
 
-    The ranges are spread evenly over the concatenated files, so their number does not grow with the dataset.
+    SAMPLES ranges are spread evenly over the concatenated files. Files that are small in total are sampled completely.
     """
     total = sum(sizes)
     if total <= SAMPLES * SAMPLE_BYTES:

@@ -55,7 +55,7 @@ class RowSubset:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The source's notes. Only the training rows have notes, so that each note is printed once."""
+        """The underlying source's notes. The held-out rows have no notes, so that each note is printed only once."""
         return () if self.held_out else getattr(self.source, "notes", ())
 
     @property
@@ -92,7 +92,11 @@ def hold_out(source: Source, share: float, seed: int) -> tuple[RowSubset, RowSub
 
 
 def count_held_out(row_groups: tuple[int, ...], share: float, seed: int) -> tuple[int, ...]:
-    """Return the number of held-out rows in each group. Their sum is the rounded `share` of all rows, at least 1."""
+    """Return the number of held-out rows in each group.
+
+    The numbers add up to the rounded `share` of all rows, or to 1 if that is 0. At least MIN_ROWS rows remain for
+    training.
+    """
     sizes = np.array(row_groups, np.int64)
     rows = sum(row_groups)
     wanted = min(max(1, round(share * rows)), rows - MIN_ROWS)

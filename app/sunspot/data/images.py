@@ -1,6 +1,6 @@
 """Decodes image files and NumPy's .npy files. Headers are checked before any memory for pixels is allocated.
 
-Images are decoded as by torchvision's ImageFolder, which ignores transparency and color profiles. In addition,
+Images are decoded as in torchvision's ImageFolder, which ignores transparency and color profiles. In addition,
 the EXIF orientation is applied, and 16-bit pixels keep their upper 8 bits. Images that would lose other information are
 rejected.
 """
@@ -112,7 +112,7 @@ def read_images(path: Path, shape: tuple[int, ...], scales: bool = False) -> np.
 
 
 def decode_images(content: bytes, shape: tuple[int, ...], place: str, scales: bool = False) -> np.ndarray:
-    """Decode a file's content like `read_images`. `place` is the file's name in messages."""
+    """Decode a file's content in the same way as `read_images`. `place` is the file's name in messages."""
     if content.startswith(NPY_MAGIC):
         return _from_array(content, shape, place)
     try:

@@ -210,7 +210,7 @@ def refuse_lookalikes(names: Iterable[str], location: str) -> None:
 
 
 def is_text(stored: pa.DataType) -> bool:
-    """Return True if labels of this Arrow type are class names, as text and booleans are."""
+    """Return True for text and booleans, because labels of these Arrow types are class names."""
     return any(test(stored) for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_boolean))
 
 

@@ -10,7 +10,7 @@ workers:
     rank 0 takes (`share`)             7 2       4 1       5 6
     rank 1 takes                           9 0       8 3            too few rows for both
 
-Each worker then takes its rows in one or more forward passes (`micro_batches`).
+Each worker then computes its rows in one or more forward passes (`micro_batches`).
 
 An epoch has as many rows as all sources together. With a single source, it is a pass through that source (`Order`). In
 a mixture, `RunOrder` first assigns a source to each position of the run. The rows of each source follow in the order of
@@ -120,7 +120,7 @@ def micro_batches(rows: int, limit: int) -> Iterator[slice]:
 
 @functools.cache
 def largest_pass(rows: int, world_size: int, limit: int) -> int:
-    """Return the number of rows in any worker's largest forward pass, in a step of `rows` rows."""
+    """Return the number of rows in the largest forward pass of all workers, in a step of `rows` rows."""
     sizes = {end - begin for begin, end in (share(rows, world_size, rank) for rank in range(world_size))} - {0}
     # The largest share does not always have the largest pass, because it can be split into one more part.
     return max(part.stop - part.start for size in sizes for part in micro_batches(size, limit))

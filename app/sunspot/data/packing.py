@@ -80,7 +80,7 @@ def open_packed(
 ) -> tuple[PackedSource, PackedSource | None]:
     """Open tables like `open_table`, and pack their lists into rows of `length` values.
 
-    All columns are cut at the same positions. This reads every list once to count its values.
+    All columns are cut at the same positions. Every list is read once to count its values.
     """
     wrong = [name for name, column in columns.items() if column.shape or column.longest or name == POSITION]
     if wrong:

@@ -9,8 +9,9 @@ source except the one with the largest weight. The next round reads the row grou
     `RoundReader`, in a task per round   | part 0 | part 1 | ... | part 0 | part 1 | ... |
     rank 1 takes (`streaming_split`)              | part 1 |              | part 1 |
 
-To Ray Data, a part is a single row. Ray distributes rows in order of arrival, so part r goes to rank r. The streams of
-all workers end together, and a checkpoint only stores the position in the data.
+To Ray Data, a part is a single row. Ray gives these rows to the ranks in turn, so part r of each round goes to rank r.
+The streams of all workers end together. A checkpoint only stores the position in the data, because each worker group
+gets new streams.
 """
 
 import math

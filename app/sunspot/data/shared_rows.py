@@ -1,6 +1,6 @@
 """Loads all rows of a dataset into memory that the workers of a node share. Each worker reads a part of the rows.
 
-A worker that is added to a node later maps the rows of the other workers instead of reading the rows again.
+A worker that is added to a node later maps the memory that the other workers have filled, and reads no rows.
 
 If memory cannot be shared, for example in a sandbox that hides /proc, each worker loads all rows.
 """
@@ -61,7 +61,7 @@ class _Column(NamedTuple):
 def load_shared(sources: list[Source], workers: LocalWorkers) -> list[Batch]:
     """Load all rows of each source as one read-only tensor per column, indexed by row ID.
 
-    Raises whatever `Source.read` raises, and `DataError` if a node runs out of memory.
+    Raises the same errors as `Source.read`, and `DataError` if a node runs out of memory.
     """
     plans = [_plan_columns(source) for source in sources]
     size = sum(column.size for plan in plans for column in plan)

@@ -27,7 +27,7 @@ SAMPLED_ROWS = 64
 
 
 class Source(Protocol):
-    """Rows of a dataset, usually images with labels. They are divided into row groups, and each read is from one group.
+    """Rows of a dataset, usually images with labels. The rows are divided into groups, and `read` reads from one group.
 
     A source must be picklable, because Ray tasks get a copy. It can have three more attributes: `class_names` (indexed
     by label), `scales` (True if images are scaled to `shape`) and `notes` (lines that a run prints before its first
@@ -214,7 +214,7 @@ def read_rows(source: Source, first: int, last: int) -> dict[str, np.ndarray]:
 def number_rows(dataset: Any, held_out: bool = False) -> RowNumbers:
     """Return a source of row numbers for a dataset with `__len__` and `__getitem__`.
 
-    The result's `shape` is the number of columns.
+    The result's `shape` contains the number of columns, or 1 if the rows are not dicts.
     """
     count = len(dataset)
     chosen = [dataset[number] for number in spread_evenly(count, SAMPLED_ROWS)]

@@ -154,10 +154,9 @@ class TableSource:
         return found
 
     def read_lists(self, group: int, enough: int | None = None) -> dict[str, Lists]:
-        """Return the complete lists of a row group, keyed by column.
+        """Return a row group's lists at full length, keyed by column.
 
-        If `enough` is set, reading stops once each column has at least that many values.
-
+        If `enough` is set, reading stops once each column has at least that many values, so later lists are missing.
         Raises the same errors as `read`, and `DataError` if the lists in a row differ in length.
         """
         columns = self._read_columns(group, None)
@@ -220,8 +219,8 @@ class TableSource:
 def open_table(settings: Settings, columns: Mapping[str, Column]) -> tuple[TableSource, TableSource | None]:
     """Open the training rows of DATASET and the held-out rows, if any, with the given columns.
 
-    Raises `StorageError`, `SettingsError` if a column is declared incorrectly, or `DataError` if the types or labels in
-    a file do not match the columns. Other values are checked when they are read.
+    Raises `SettingsError` if a column is declared incorrectly, `DataError` if the types or labels in a file do not
+    match the columns, and `StorageError` if storage cannot be reached. Other values are checked when they are read.
     """
     for name, column in columns.items():
         mistake = column.find_mistake()
@@ -428,7 +427,7 @@ def describe_columns(schema: pa.Schema, name: str) -> str:
 
 
 def _how_to_name(schema: pa.Schema, name: str, path: str) -> str:
-    """Return how to fix a file that has no column `name`, as part of a message."""
+    """Return the part of an error message that says how to fix a file without the column `name`."""
     if name in (other.strip() for other in schema.names):
         return "remove the spaces around the column's name"
     if f"/{name}=" in path:

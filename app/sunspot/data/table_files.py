@@ -89,7 +89,7 @@ class TableFile(ABC):
     @property
     @abstractmethod
     def identity(self) -> Sequence[object]:
-        """Values that identify the content without its labels: a digest, or the size of each row group or image."""
+        """A digest of the content, or the sizes of its row groups, columns or images. It need not cover the labels."""
 
     @property
     def size(self) -> int:

@@ -16,8 +16,8 @@ def open_rows_of_task(settings: Settings, task: Any) -> tuple[Source, Source | N
     """Open the training rows and the held-out rows, if any.
 
     If the dataset has no held-out rows, a fraction (TEST_SHARE) of its rows is held out. Each source of a mixture is
-    opened in this way. Raises `DataError`, `StorageError`, or `SettingsError` if the task's function returns anything
-    but sources or datasets.
+    opened in this way. Raises `SettingsError` if the task's function returns anything but sources or datasets, and
+    `DataError` or `StorageError` if the rows cannot be opened.
     """
     mixture = parse_mixture(settings.dataset)
     if mixture:
