@@ -112,7 +112,7 @@ class ConflictError(SunspotError):
 
 
 class SupersededError(ConflictError):
-    """Another process took over the run, so this process must neither commit nor delete."""
+    """Another process took over the run, so this process must neither commit nor delete checkpoints."""
 
 
 class DivergedError(SunspotError):
@@ -147,9 +147,9 @@ class EndAtOnceError(KeyboardInterrupt):
 
 
 def find_in(error: BaseException) -> SunspotError | None:
-    """Return the `SunspotError` that an error's text quotes, because Ray keeps only the text of a task's error.
+    """Return the `SunspotError` that an error's text quotes. Ray keeps only the text of a task's error.
 
-    If the text quotes no `SunspotError`, return `error` if it is one itself, otherwise None.
+    If the text quotes none, the result is `error` if it is a `SunspotError` itself, otherwise None.
     """
     carried = re.findall(rf"^{re.escape(__name__)}\.(\w+): (.*)$", str(error), re.MULTILINE)
     if carried:

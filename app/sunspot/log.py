@@ -46,7 +46,10 @@ def warn_once(log: logging.Logger, text: str) -> None:
 
 
 class _Printer(logging.Handler):
-    """Prints records on the current standard stream, which a run replaces to copy its output to storage."""
+    """Prints records on `sys.stdout` or `sys.stderr`.
+
+    The stream is looked up for each record, because a run replaces the stream to copy its output to storage.
+    """
 
     def __init__(self, stream: str) -> None:
         super().__init__(logging.INFO)

@@ -53,8 +53,9 @@ class Plan:
         """Maximum number of rows in a forward pass.
 
         This is MICRO_BATCH_SIZE or, if MICRO_BATCH_SIZE is 0, a worker's share of a step when all workers train. If
-        COMPILE is on, the largest pass can also be smaller than MICRO_BATCH_SIZE. After the loss of a worker, the other
-        workers get larger shares but need no more memory, because they accumulate gradients.
+        COMPILE is on, it is the largest pass that such a share needs, which can be smaller than MICRO_BATCH_SIZE. After
+        the loss of a worker, the other workers get larger shares but need no more memory, because they accumulate
+        gradients.
         """
         settings, limit = self.settings, self.settings.micro_batch_size
         if limit and settings.compile == "off":

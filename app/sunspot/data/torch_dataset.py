@@ -77,7 +77,7 @@ class DatasetSource:
     def shape(self) -> tuple[int, ...]:
         """The shape of the column `image`.
 
-        If there is no such column, this is the number of values in a row, without the label.
+        Without this column, the shape is the number of values in a row, not counting the label.
         """
         if IMAGE in self.columns and self.columns[IMAGE].is_picture:
             return self.columns[IMAGE].shape
@@ -288,7 +288,7 @@ def find_class_names(dataset: Any) -> tuple[str, ...]:
 
 
 def fingerprint(dataset: Any, name: RowName) -> str:
-    """Return a digest of the number of rows and their columns, a '-', and a digest of some rows' content."""
+    """Return two digests joined by '-': one of the row count and the columns, and one of some rows' content."""
     rows = list(read_rows(dataset, spread_evenly(len(dataset), SAMPLED_ROWS), name))
     columns = sorted((column, *RowColumn.of(value)) for column, value in rows[0].items())
     content = [digest_array(row[column]).encode() for row in rows for column in sorted(row)]

@@ -1,7 +1,7 @@
 """Survives preempted nodes, lost workers and hung ranks, and adds workers when there is room for more.
 
 There are two modes; `plan.can_outlive` chooses one for a run. In survivor mode, a loss does not stop the other
-workers: they repeat the interrupted step without the lost one, unless the step was complete, and Ray replaces only the
+workers. They repeat the interrupted step without the lost worker, unless the step was complete. Ray replaces only the
 lost process. Survivor mode needs LOADER=torch, Sunspot's training loop or a task's `train(run)`, and a single node
 group; SURVIVORS=off disables it. In restart mode, a loss ends the whole worker group, and Ray Train starts a new one
 from the newest state.
@@ -11,8 +11,8 @@ Who decides that a worker is lost
 In survivor mode, membership_channel.MembershipServer.declare_lost decides, in the driver. Each worker has a connection
 to the server, and member_connections.MemberConnections serves all of them in one thread. A worker is lost at once if
 its connection ends because the process has exited. It is lost after MACHINE_LIMIT_S (1 s) if the kernel of its machine
-no longer acknowledges packets, and after PROCESS_LIMIT_S (10 s) if its process sends no heartbeat; a worker that is
-building its model may take longer. Ray finds out later. failures.FailureJudge then counts the loss against
+no longer acknowledges packets, and after PROCESS_LIMIT_S (10 s) if its process sends no heartbeat. While a worker
+builds its model, it may be silent for longer. Ray finds out later. failures.FailureJudge then counts the loss against
 MAX_FAILURES, and Ray replaces the process.
 
 In restart mode, Ray Train's controller decides. A worker is lost if its actor has died or does not answer a health
@@ -20,7 +20,7 @@ check. Ray then calls failure_callback.FailureCallback, which asks failures.Fail
 The judge treats the errors in ray_internals.controller.LOST as the loss of a worker, and any other error as one that
 the worker raised itself.
 
-merged_incidents.Incidents merges what all observers report about one loss into the incident that its receipt shows.
+merged_incidents.Incidents merges what all observers report about one loss into one incident for the loss's receipt.
 
 In both modes, watchdog.Watchdog terminates its own process if the process takes no step for HANG_TIMEOUT_S. The process
 then counts as lost. Three functions look similar, but do not decide whether a worker is lost. nodes.find_lost only
@@ -42,14 +42,14 @@ of step 2.
                                           member's process, so that no step hangs. Gloo's collectives then raise an
                                           error. NCCL's collectives return without an error, but with wrong sums
  3. train.loop.train_in_group             catches the error that ends the step. The error comes from a gloo collective,
-                                          from `StepGuard` if sums of NCCL were aborted, or from `Worker` if the worker
+                                          from `StepGuard` if NCCL's sums were aborted, or from `Worker` if the worker
                                           sees that its group has ended. `train_in_groups` then abandons the group,
                                           and joins the next one
- 4. train.survivor.Survivor               decides whether the error has ended only the group (`outlives`), and keeps the
-                                          state for the next group (`abandon_group`)
+ 4. train.survivor.Survivor               decides whether the process can join another group after this error
+                                          (`outlives`), and keeps the state for that group (`abandon_group`)
  5. train.step_guard.StepGuard            decides whether the abandoned step counts. It counts if `Worker.finish_step`
-                                          has accepted it, unless the GPU has cancelled it because its sums were
-                                          aborted. Otherwise, train.undo.StepUndo restores the state from before
+                                          has accepted it, unless the GPU has cancelled it because the step's sums
+                                          were aborted. Otherwise, train.undo.StepUndo restores the state from before
                                           the step. Under hsdp, a worker that waits for the others before its
                                           optimizer's step asks the server whether to take this step
                                           (parallel.step_barrier.StepBarrier)

@@ -97,7 +97,7 @@ DEFAULT_LOADERS = CheckpointLoaders()
 
 
 class LocalState(NamedTuple):
-    """The state that a rank found on its node, and the data that the rank has already read."""
+    """The copy that a rank found on its node, and the rank's readers, which keep the data that they have read."""
 
     snapshot: LoadedSnapshot | None
     state: NodeState
@@ -126,8 +126,8 @@ class PastRecords:
     def knows_end_of(self, attempt: Attempt) -> bool:
         """Return True if the last step of an earlier attempt is known exactly.
 
-        This is the case if this attempt or a later attempt has left a heartbeat, or has ended with a save according to
-        a status.
+        The last step is known if there is a heartbeat of this attempt or a later one, or if a status proves that one of
+        these attempts ended with a save (`ended_saved`).
         """
         saved = [status.attempt for status in (self.status, self.other) if status and ended_saved(status)]
         return any(number >= attempt.number for number in (*saved, *(each.attempt for each in self.heartbeats)))
@@ -154,8 +154,9 @@ class StartPoint:
 def ended_saved(status: Status) -> bool:
     """Return True if a status proves that the workers of its attempt ended after their last step was committed.
 
-    Older versions did not record `Status.saved`, but the way in which the run ended can prove the same. A driver that
-    stops before its workers take a step proves nothing, because its status shows the newest checkpoint and its step.
+    Older versions did not record `Status.saved`, but the way in which the run ended can prove the same. Such a
+    status must have a heartbeat. If the driver stopped before its workers took a step, the status has no heartbeat, but
+    shows the newest checkpoint and its step.
     """
     if status.saved or status.state is RunState.SUCCEEDED:
         return True
@@ -178,10 +179,12 @@ def agree_on_start(
 ) -> tuple[StartPoint | None, LocalState]:
     """Claim the next attempt, and choose the state that it starts from.
 
-    A live state wins. Without a live state, the newest intact state in storage or on any node is chosen. All workers
-    call this together. `live` is the state that this process has kept from the previous group. The first
-    result is the start point, or None if this job may no longer train the run. The second result is the state that this
-    rank found on its node. Raises the same errors as `begin_attempt`.
+    All workers call this together. `live` is the state that this process has kept from the previous group. If the
+    workers have a usable live state, it is chosen. Otherwise, the newest intact state in storage or on any node is
+    chosen.
+
+    The first result is the start point, or None if this job may no longer train the run. The second result is the state
+    that this rank found on its node. Raises the same errors as `begin_attempt`.
     """
     location = claimant.run.location
     node = ray.get_runtime_context().get_node_id()
@@ -224,11 +227,12 @@ def begin_attempt(
     Returns None if this job may no longer train the run. All workers of `group` call this together. `group` is None for
     a single worker.
 
-    If there is a live state, it is used, and no in-memory copy is read. Otherwise, a checkpoint is chosen by its
-    manifest and the storage listing, and the `loaders` check that it is intact. If any rank finds that a checkpoint or
-    the copy of a shard is damaged, all ranks skip it. Rank 0 raises `StorageError` if storage fails for longer than
-    `storage_timeout_s`, `ConflictError` if the run has been started over with other settings, and `DamageError` if
-    `refuse_to_start_over` raises it.
+    If the workers have a usable live state, it is used, and no in-memory copy is read. Otherwise, `choose_start`
+    chooses an in-memory copy or a checkpoint. The `loaders` then check that a chosen checkpoint or the chosen copies of
+    shards are intact. If any rank finds damage, all ranks skip the damaged data, and rank 0 chooses again.
+
+    Rank 0 raises `StorageError` if storage fails for longer than `storage_timeout_s`, `ConflictError` if the run has
+    been started over with other settings, and `DamageError` if `refuse_to_start_over` raises it.
     """
     run, limit_s = claimant.run, settings.storage_timeout_s
 
@@ -345,7 +349,7 @@ def make_attempt(
 ) -> Attempt:
     """Return the attempt that follows the attempts in `before`. Its start point is not chosen yet.
 
-    `after` contains the IDs of the earlier drivers, after which this driver began.
+    `after` contains the IDs of the drivers that began before this driver.
     """
     metadata = Metadata(
         settings=settings.environment(),

@@ -164,7 +164,7 @@ class ControlChannel:
     def set_counts(self, counts: FailureCounts, replacements: int = 0) -> None:
         """Store the failure counts, which now include all losses reported so far.
 
-        Of these losses, `replacements` is the number of replacements that could not train.
+        `replacements` of the newly reported lost processes were replacements that could not train.
         """
         self._counts, self._lost_on = counts, []
         self._unjudged_replacements -= replacements

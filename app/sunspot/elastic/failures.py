@@ -3,9 +3,9 @@
 Ray Train's controller asks about each worker failure (failure_callback.py). If all ranks raise the same error in the
 user's program, the error would occur again, so the run ends at once. Other failures are counted, and the next
 checkpoint resets the count. For lost workers in survivor mode, the next step resets the count. Groups that got no rows
-from Ray Data are counted separately. So are groups that started from an in-memory copy and took no step: after a few
-such groups, the run continues from storage (copies.py). Processes that run out of memory in quick succession are
-counted even if there was a checkpoint in between (out_of_memory.py).
+from Ray Data are counted separately. Groups that started from an in-memory copy and took no step have a count of their
+own. After a few such groups, the run continues from storage (copies.py). Processes that run out of memory in quick
+succession are counted even if there was a checkpoint in between (out_of_memory.py).
 """
 
 import re
@@ -140,10 +140,14 @@ class FailureJudge:
 
     At most `max_failures` groups in a row may fail without a new checkpoint (or, in survivor mode, a new step).
     Groups that got no rows (up to MAX_STARVED) and groups that took no step from an in-memory copy (up to RESTORES) do
-    not count toward this limit. In survivor mode, the failure of a zone can exceed the limit within seconds. Losses
-    beyond the limit therefore end the run only if, since the newest step, as many workers were lost as the group had
-    (or if `max_failures` is 0). The control channel keeps the counts, because each of Ray's trainers has its own judge.
-    `leave_out` excludes broken nodes before each group. If it raises a `SunspotError`, the run ends.
+    not count toward this limit.
+
+    In survivor mode, the failure of a zone can exceed the limit within seconds. Losses beyond the limit therefore do
+    not end the run until as many workers as the group had were lost since the newest step. If `max_failures` is 0, the
+    first loss ends the run.
+
+    The control channel keeps the counts, because each of Ray's trainers has its own judge. `leave_out` excludes broken
+    nodes before each group. If it raises a `SunspotError`, the run ends.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ class GroupChoice:
     """Decides how many workers to request from each node group.
 
     The first group is always asked for its maximum number of workers, so that its nodes come as soon as they are
-    available. A later group is asked for the workers that exceed the earlier groups' maximum. If the earlier groups
+    available. A later group is asked for the workers beyond the earlier groups' maximum. If the earlier groups
     lack nodes for longer than the later group's `after_s`, the later group is also asked for the missing workers. This
     additional request ends once the earlier groups have had enough nodes for just as long.
     """

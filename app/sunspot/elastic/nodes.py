@@ -88,7 +88,7 @@ class NodeMonitor:
         self._tries = 0
 
     def limit(self, most: int) -> None:
-        """Change the largest number of workers."""
+        """Change the maximum number of workers."""
         self._workers = self._workers._replace(most=most)
 
     def check(

@@ -45,7 +45,7 @@ class OpenIncident:
         self._incident = Incident()
 
     def begin(self) -> Incident:
-        """Register the new group with the driver, and return what is known so far about the end of the previous one."""
+        """Register the new group with the driver, and return what is known about the end of the previous group."""
         start = self._start
         hosts = {int(rank): host for rank, host in start.attempt.metadata.nodes.items()}
         group = WorkerGroup(start.attempt.number, len(start.nodes), start.nodes, hosts)
@@ -53,7 +53,7 @@ class OpenIncident:
         return self._incident
 
     def close(self) -> Receipt:
-        """Close the incident, and return its receipt. Call this once the group has taken a step or an evaluation."""
+        """Close the incident, and return its receipt. Call this after the group's first step or evaluation."""
         later = self._control.call_or_none(ControlChannel.close_incident)
         if later:  # Ray may report a lack of memory after the group has begun
             self._incident = merge(self._incident, later)
@@ -103,10 +103,10 @@ def make_receipt(
 
 
 def complete_step(heartbeats: Sequence[Heartbeat]) -> int:
-    """Return the newest step that processes with all shards of the state have taken, or 0.
+    """Return the newest step that at least one process for each shard of the state has taken, or 0.
 
-    Under hsdp, a worker can be killed in the milliseconds in which it has taken a step and others have not. If no other
-    worker has its shard of this step, the step was never complete, so the others do not repeat it.
+    Under hsdp, a worker can be killed in the milliseconds between its own step and that of the other workers. If no
+    other worker has the same shard of this step, the step was never complete, so it does not count.
     """
     newest: dict[int, dict[int, int]] = {}
     for each in heartbeats:

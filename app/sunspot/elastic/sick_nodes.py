@@ -1,9 +1,9 @@
 """Finds a sick node, so that the run can stop using the node before it fails. This module does no I/O.
 
 All workers wait for the slowest worker in each step, so a single slow node slows down the whole run. A hot GPU or a
-busy neighbor slows down the forward passes, in which workers do not wait for each other. The time spent waiting for
-rows does not count, because late rows are often not the node's fault, for example if a replacement has joined with an
-empty cache.
+busy neighbor slows down the forward passes. Workers do not wait for each other in these passes, so the time of the
+passes shows which node is slow. The time spent waiting for rows does not count, because late rows are often not the
+node's fault, for example if a replacement has joined with an empty cache.
 """
 
 import math
@@ -28,7 +28,7 @@ AGAIN_AFTER_S = 1800.0
 
 
 def step_times(attempt: int, record: Mapping[str, Any], ranks: Mapping[str, np.ndarray]) -> StepTimes:
-    """Return the step times of a record of the metric history.
+    """Return the step times from a record of the metric history.
 
     `ranks` maps each metric's name to its values on all ranks, float64 [ranks].
     """

@@ -63,9 +63,9 @@ class Supervisor:
         membership: MembershipServer | None = None,
         wanted: WantedWorkers | None = None,
     ) -> None:
-        """Create a supervisor, which does not check nodes without a `monitor`.
+        """Create a supervisor. It checks the nodes only if `monitor` is set.
 
-        `membership` and `wanted`, the number of workers that the run should have, are set only in survivor mode.
+        `wanted` is the number of workers that the run should have. In restart mode, `membership` and `wanted` are None.
         """
         self._control = control
         self._stop_request = stop_request
@@ -138,9 +138,9 @@ class Supervisor:
     def _size_of(self, group: WorkerGroup, size: int, nodes: list[dict[str, Any]]) -> int:
         """Return the number of workers above which a restart is worthwhile.
 
-        `size` is the number of workers that Ray has started, including lost workers, because Ray replaces them. If the
-        run has given up workers (on request, or with a sick node), `size` is ignored once neither the group nor the
-        nodes have changed for SHORT_S.
+        This is usually `size`, the number of workers that Ray has started. It includes lost workers, because Ray
+        replaces them. If the run has given up workers (on request, or with a sick node), the result is the group's own
+        size once neither the group nor the nodes have changed for SHORT_S.
         """
         seen = group.attempt, [node["NodeID"] for node in nodes if node["Alive"]]
         if self._unchanged[0] != seen:
@@ -152,7 +152,7 @@ class Supervisor:
         """Restart the worker group if nodes are preempted, or if additional or better nodes are available.
 
         A lost node is only recorded, because Ray Train restarts the group itself. In survivor mode, a preemption does
-        not restart the group if the group keeps some of its nodes. If the head is about to go, the group saves, and
+        not restart the group if the group keeps some of its nodes. If the head is preempted, the group saves, and
         keeps training until the loss of the head ends the whole cluster.
         """
         group, draining = self._control.call(ControlChannel.group), draining_nodes()

@@ -96,8 +96,10 @@ class Watchdog:
     """Terminates this process if the thread that created the watchdog has taken no step for `timeout_s` seconds.
 
     A `timeout_s` of 0 disables the watchdog. Before the process exits, the watchdog records an event in this rank's
-    journal and calls `on_hang`. It does the same for a rank of the previous attempt that left only its stacks on this
-    node. Before the group has claimed an attempt, ranks take no steps, so each message from the other ranks counts as a
+    journal and calls `on_hang`. A hung rank of the previous attempt may have left only its stacks on this node. This
+    watchdog then records that rank's hang and calls `on_hang`.
+
+    Before the group has claimed an attempt, ranks take no steps, so each message from the other ranks counts as a
     heartbeat.
     """
 
@@ -131,7 +133,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def claimed(self, attempt: Attempt) -> None:
-        """Record the attempt that the group has claimed. From then on, the watchdog expects the first step."""
+        """Record the attempt that the group has claimed. The watchdog now expects the attempt's first step."""
         with contextlib.suppress(SunspotError):
             with_deadline(REPORT_S, "recording an earlier hang", upload_dumps, self._run, attempt.number, self._on_hang)
         self.step = attempt.step
@@ -230,7 +232,10 @@ class Watchdog:
 
 @functools.cache
 def _cancel_timers_at_fork() -> None:
-    """Cancel the timer before each fork. A child process would have the timer's lock without its thread, and hang."""
+    """Cancel the timer before each fork.
+
+    A child process would have the timer's lock but not the timer's thread, and hang.
+    """
     os.register_at_fork(before=faulthandler.cancel_dump_traceback_later)
 
 

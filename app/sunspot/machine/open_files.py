@@ -22,7 +22,8 @@ def allow_open_files(process: str, per_worker: int, workers: int) -> None:
     if hard != unlimited and hard < needed:
         raise SettingsError(
             f"SUNSPOT_NUM_WORKERS: with {workers:,} workers, {process} needs {needed:,} open files, but the hard limit "
-            f"of its container or user is {hard:,} (`ulimit -Hn`): raise it, for example with LimitNOFILE in the "
-            f"systemd unit of the container runtime, or use at most {max(0, hard - OWN_FILES) // per_worker:,} workers"
+            f"of its container or user is {hard:,} (`ulimit -Hn`); raise this limit, for example with LimitNOFILE in "
+            "the systemd unit of the container runtime, or use at most "
+            f"{max(0, hard - OWN_FILES) // per_worker:,} workers"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard == unlimited else hard, hard))

@@ -15,8 +15,8 @@ import torch
 class Pages:
     """A file that exists only in memory, or a temporary file on systems without such files.
 
-    Unlike a file in /dev/shm, its size is limited only by the memory, and a killed process leaves nothing behind. The
-    memory is freed when this object is closed or garbage-collected and no process maps the file any longer.
+    Unlike a file in /dev/shm, it can use all of the memory, and a killed process does not leave it behind. Its memory
+    is freed when this object is closed or garbage-collected and no process maps the file any longer.
     """
 
     def __init__(self, size: int = 0, name: str = "sunspot") -> None:

@@ -25,7 +25,7 @@ class Sums:
 
     @property
     def rows(self) -> int:
-        """The number of rows added. If it differs between the names of values, this is the largest number."""
+        """The largest number of rows that were added under one name."""
         return max(self._rows.values(), default=0)
 
     def add(self, values: Batch) -> None:

@@ -61,7 +61,7 @@ class RankHistory:
             self._waiting.append(({"attempt": self._attempt, **kept}, ranks))
 
     def end(self) -> None:
-        """Make every later flush write immediately."""
+        """Make all later calls of `flush` write immediately."""
         self._ends = True
 
     def flush(self) -> None:
@@ -76,7 +76,7 @@ class RankHistory:
 
 
 def downsample(text: bytes) -> bytes:
-    """Combine older records in groups whose size is a power of two, so that groups can be combined again later."""
+    """Combine older records in groups. Group sizes are powers of two, so that a later call can combine whole groups."""
     lines = text.splitlines()
     newest = size = 0
     while newest < len(lines) and (newest < MIN_RECORDS or size < MIN_BYTES):

@@ -62,7 +62,7 @@ class DataParallel(DistributedDataParallel):
         """Wrap a model. `options` are those of DDP, and `name` must be unique among the task's models.
 
         Set `in_own_loop` if the task has its own training loop. A hook then completes the averaging in each backward
-        pass. Otherwise, Sunspot calls `complete` after each step's last backward pass, which saves a hook of 20 us.
+        pass. Otherwise, Sunspot calls `complete` after each step's last backward pass, which saves the hook's 20 us.
         """
         # DDP incorrectly averages all buckets after one with a sparse gradient (torch 2.15, gloo).
         sparse = find_sparse(module)
@@ -258,8 +258,8 @@ def average(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
 def find_norms(module: nn.Module) -> list[nn.Module]:
     """Return the batch norms of a model, or an empty list if any other module has buffers.
 
-    Batch norms do not use their buffers in training mode. Rank 0's buffers are therefore not sent before each pass, but
-    by `sync_buffers` before they are used or saved.
+    Batch norms do not use their buffers in training mode. Rank 0's buffers are therefore not sent before each
+    pass. `sync_buffers` sends them before they are used or saved.
     """
     having = [each for each in module.modules() if each._buffers]
     return having if all(type(each) in BATCH_NORMS for each in having) else []

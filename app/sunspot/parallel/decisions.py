@@ -52,7 +52,7 @@ class StepDecisionBroadcast:
     After a short step, the broadcast overlaps with the next step, so workers do not wait for each other, and the result
     arrives one step late. After a step longer than LONG_STEP_S, all workers wait for the result, because a preemption
     notice might leave time for only one more step. Each broadcast also contains the number of steps until the next
-    broadcast, and whether workers wait for its result.
+    broadcast, and whether workers will wait for the next broadcast's result.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -97,7 +97,7 @@ class StepDecisionBroadcast:
         return agreed
 
     def _choose_interval(self, mine: StepActions) -> tuple[int, bool]:
-        """Return the number of steps until the next broadcast, and whether workers wait for its result.
+        """Return the number of steps until the next broadcast, and True if workers will wait for that one's result.
 
         The interval at most doubles, because a single measurement can be wrong.
         """
@@ -118,9 +118,9 @@ class EvaluationEnd:
     """
 
     def __init__(self, group: dist.ProcessGroup, together: bool) -> None:
-        """Create the state for one evaluation, whose end the workers decide together.
+        """Create the state for one evaluation.
 
-        `together` is True if all workers must run each forward pass together.
+        `together` is True if all workers must run each forward pass at the same time.
         """
         self._group, self._together = group, together
         self._flags = torch.zeros(3, dtype=torch.uint8)

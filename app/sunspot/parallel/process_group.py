@@ -1,7 +1,7 @@
 """Forms a generation's process groups without Ray, and breaks them after the loss of a member.
 
-A gloo collective usually raises an error at once if it waits for a process that exits. If it waits for a lost node, for
-a stopped process, or for a member that itself waits for the lost one, it ends only when it times out, and no public API
+A gloo collective usually raises an error at once if it waits for a process that exits. A collective that waits for a
+lost node, for a stopped process, or for a member that is blocked itself does not end until it times out. No public API
 ends it earlier. Shutting down the group's sockets ends it at once. These are the sockets that were opened while the
 group formed.
 

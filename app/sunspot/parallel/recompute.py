@@ -19,8 +19,8 @@ from sunspot.parallel.sharding import find_blocks, models_in
 def recompute_blocks(model: nn.Module) -> None:
     """Make the blocks of a model (`find_blocks`) compute their activations again in the backward pass.
 
-    Call this before the model is sharded, so that FSDP gathers a block's parameters once for both of its computations
-    in the backward pass. Raises `SettingsError` if the model has no blocks.
+    Call this before the model is sharded. FSDP then gathers a block's parameters only once in the backward pass, for
+    both the repeated forward pass and the gradients. Raises `SettingsError` if the model has no blocks.
     """
     blocks = [block for part in models_in(model) for block in find_blocks(part)]
     if not blocks:

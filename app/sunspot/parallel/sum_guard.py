@@ -1,8 +1,8 @@
 """Prevents the wrong sums of aborted collectives from changing parameters, without waiting for the sums.
 
 An aborted NCCL collective ends without an error, and leaves a wrong sum. A worker could wait for the sums before each
-change of parameters, but then the GPU has no work until the optimizer's kernels arrive. Instead, the GPU itself finds
-out whether the sums are complete:
+change of parameters, but the GPU would then have no work until the optimizer's kernels arrive. Instead, the GPU itself
+finds out whether the sums are complete:
 
 1. `trip` sets a word in main memory. `ProcessGroups.break_collectives` calls it *before* it aborts any
    collective.

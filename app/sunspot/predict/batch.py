@@ -185,7 +185,7 @@ def split_rows(rows: int, row_bytes: int) -> list[OutputFile]:
 def open_output(
     storage: Storage, model: ModelCheckpoint, source: Source, parts: Sequence[OutputFile]
 ) -> set[OutputFile]:
-    """Claim the output folder if it is empty, and return the files with predictions that it already contains.
+    """Claim the output folder if it is empty, and return those of the `parts` that it already contains.
 
     Raises `ConflictError` if the existing predictions are for another checkpoint or other rows, and `SettingsError` if
     the folder contains anything else.

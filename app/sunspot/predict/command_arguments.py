@@ -60,5 +60,5 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         raise SettingsError(f"--tokens must be a positive integer, not {arguments.tokens}")
     if arguments.workers < 0:
         raise SettingsError(
-            f"--workers must be an integer >= 0, not {arguments.workers}; 0 uses as many as Ray has room for"
+            f"--workers must be an integer >= 0, not {arguments.workers}; 0 starts as many workers as Ray has room for"
         )

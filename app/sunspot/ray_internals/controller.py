@@ -92,8 +92,8 @@ def replace_lost_alone(find_living: Callable[[], Collection[str]]) -> list[Any]:
 
     To replace a worker, Ray asks all other workers to discard their reports, and fails if another worker is dead, too
     (`_replace_replica_group_impl`, 2.60). These callbacks therefore tell Ray about all dead workers first. If another
-    worker died during the replacement, Ray alone would fail or replace the same workers again. With these callbacks,
-    Ray notices the additional loss at its next poll.
+    worker dies during the replacement, Ray notices this loss at its next poll. Without the callbacks, Ray would fail or
+    replace the same workers again.
 
     `find_living` returns the names of the workers that are known to be alive. Each name begins with an actor ID.
     """

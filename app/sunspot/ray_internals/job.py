@@ -1,13 +1,13 @@
 """Ends this driver's Ray job so that KubeRay does not retry it in vain.
 
 KubeRay (1.7, `checkBackoffLimitAndUpdateStatusIfNeeded`) starts a RayJob again in a new cluster if its Ray job is
-FAILED and `backoffLimit` allows it, regardless of the exit code. It does not do so if the Ray job is STOPPED. It copies
-the Ray job's message to the RayJob's status, which keeps the last attempt's message.
+FAILED and `backoffLimit` allows it, regardless of the exit code. If the Ray job is STOPPED, KubeRay does not start the
+RayJob again. KubeRay also copies the Ray job's message to the RayJob's status, which keeps the last attempt's message.
 
 ray.dashboard.modules.job.common.JobInfoStorageClient   writes the status and message of a Ray job. The public
                                                         JobSubmissionClient only stops a job, without a message.
-ray._raylet.GcsClient                                   is the connection that this client needs
-RAY_JOB_CONFIG_JSON_ENV_VAR                             names the Ray job of a driver. The public API knows it only
+ray._raylet.GcsClient                                   is the connection that JobInfoStorageClient needs
+RAY_JOB_CONFIG_JSON_ENV_VAR                             names a driver's Ray job. The public API names it only
                                                         after `ray.init`, which is not reached if a setting is invalid.
 """
 
@@ -42,7 +42,9 @@ def end_for_good(
                 if job:
                     (mark or mark_stopped)(job, error)
             except Exception as trouble:  # other versions of Ray can raise anything
-                log.warning(f"the operator might start this job again, although it cannot succeed: {shorten(trouble)}")
+                log.warning(
+                    f"the operator might start this job again, although the job cannot succeed: {shorten(trouble)}"
+                )
             raise
 
     return run
