@@ -19,7 +19,7 @@ def prepare_streams() -> None:
 def print_escapes(stream: TextIO) -> None:
     """Make a stream print escapes such as `\\xfc` for characters that it cannot encode.
 
-    Notebooks have streams that can encode all characters.
+    Does nothing to a stream without a `reconfigure` method. Notebooks have such streams, which encode all characters.
     """
     reconfigure = getattr(stream, "reconfigure", None)
     if reconfigure:

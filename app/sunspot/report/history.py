@@ -137,10 +137,10 @@ class History:
         "Indexes in `series` of records that contain means over few rows."
 
     def drawn(self, name: str) -> list[Any]:
-        """Return a metric's values for a curve, with None in place of means over few training rows.
+        """Return a metric's values for a curve. Means over few training rows are replaced by None.
 
-        A window of steps ends early if a checkpoint is written. The noisy mean of a short window would look like a
-        spike in the curve.
+        A window of steps is cut short if a checkpoint is written. The mean over its few rows is noisy, and would look
+        like a spike in the curve.
         """
         values = self.series.column(name)
         if name.startswith(HELD_OUT):
@@ -174,9 +174,9 @@ class History:
                     self.undrawable[name] = times + 1, first
 
     def _keeps_new_result(self, name: str, record: dict[str, Any], best_by: str) -> bool:
-        """Return True if a name that was not seen before is a result and should be kept.
+        """Return True if a new name belongs to a result (`is_result`), and is kept.
 
-        Adds the name of a result to `results` or, if there are MAX_NAMES results already, to `left_out`.
+        Adds the name of a result to `results`, or to `left_out` if `results` already contains MAX_NAMES names.
         """
         if not is_result(name, record, best_by):
             return False

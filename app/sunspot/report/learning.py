@@ -77,7 +77,7 @@ def _not_finite(name: str, times: int, first: int) -> Html:
 
 
 def _numbers(report: Report) -> Html:
-    """Return a table of the results of each evaluation, or of all records if there is no evaluation."""
+    """Return a table with the results of each evaluation, or of each record if the run was never evaluated."""
     history = report.history
     results = sorted(history.results, key=results_first)
     held_out = [name for name in results if name.startswith(HELD_OUT)]

@@ -120,8 +120,8 @@ class Report:
 def read_report(seen: RunSeen, read_bytes: bool = True) -> Report:
     """Read the content of a run's report. Raises `StorageError` if storage cannot be reached.
 
-    If `read_bytes` is False, no checkpoint file is read, and a checkpoint whose files have changed since its commit is
-    `unread`.
+    If `read_bytes` is False, no checkpoint file is read. If the listing shows no fault in a checkpoint, but a file's
+    version has changed since the commit, the checkpoint is `unread`.
     """
     run = seen.run
     troubles: list[str] = []

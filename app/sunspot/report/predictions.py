@@ -143,7 +143,7 @@ def _cell(number: int, of: int, right: bool) -> Html:
 
 
 def _exhibits(report: Report) -> Html:
-    """Return what the task's `show` function returned, in the same order."""
+    """Render what the task's `show` function returned, in the same order."""
     found = report.shown
     if not found:
         return Html("")

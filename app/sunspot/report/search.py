@@ -128,7 +128,7 @@ def _scatter(results: SearchResults, name: str, trials: Sequence[Trial], y: Axis
 
 
 def _best_in_front(results: SearchResults, points: dict[str, list[Point]]) -> list[Line]:
-    """Return a line for each trial. The best trial's line comes last."""
+    """Return a line for each trial. The best trial's line is last, so that it is drawn in front of the others."""
     order = sorted(points, key=lambda run: run == results.promoted)
     return [Line(run, points[run], "a" if run == results.promoted else "c") for run in order]
 

@@ -10,7 +10,7 @@
         stop.json                         exists as long as the run must not train
         profile.json                      exists while `sunspot profile` waits for a profile
         profiles/20261129T141013Z3f2a9c1e/rank-0000.json.gz
-                                          the trace of a rank, with its costs next to it (profiles.py)
+                                          the trace of a rank; rank-0000.json next to it contains its cost (profiles.py)
         scale.json                        the number of workers that a user has asked for, within NUM_WORKERS
         handover.json                     exists while workers in a new place wait for the old driver to save and stop
         delete.json                       exists while the run is being deleted
@@ -24,8 +24,8 @@
                                           the state; with PARALLEL=fsdp, shards replace the first two (parts.py)
             manifest.json                 written last, so a directory without a manifest is not a checkpoint
         metrics/attempt-0001-66c1f0a9b3e52d07-0000000000-0000000311.jsonl
-                                          the metric history, one line per report: here lines 0 to 311 of a stream that
-                                          only one process writes (streams.py)
+                                          the metric history, one line per record; this file contains lines 0 to 311 of
+                                          a stream, which is written by a single process (streams.py)
         ranks/attempt-0001-...            the metrics of each rank, with old records combined
         events/attempt-0001-...           everything that happened to the run besides training
         failures/driver-20261121T141013679Z.json
@@ -43,7 +43,7 @@
         code/5f3a...c1.tar                user code packed by `submit --code`, named after its SHA-256
         report.html                       the report, written by the last driver
 
-        search.json                       the trials of a search (their runs are next to this one in storage)
+        search.json                       the trials of a search; each trial is a run, which is stored next to this run
         tensorboard/                      the files that TRACKING=tensorboard writes
         probe-6f1c...                     exists while nodes check that they can reach the storage
 
@@ -102,7 +102,7 @@ PROBE = re.compile(r"probe-[0-9a-f]{32}")
 
 
 def is_name_of_run(path: str) -> bool:
-    """Return True if a run can write an object at `path`, which is relative to the run's folder."""
+    """Return True if an object at `path`, relative to the run's folder, belongs to the run."""
     top = path.partition("/")[0]
     return top in (*RECORDS, *FILES, *FOLDERS) or bool(PROBE.fullmatch(top))
 
@@ -170,6 +170,9 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def node_memory_directory(location: str, shared_memory: Path = SHARED_MEMORY) -> Path:
-    """Return the directory for this node's copies of the run at `location` (`Run.location`). It need not exist."""
+    """Return the directory in this node's memory for copies of a run's checkpoints. The directory need not exist.
+
+    `location` is the run's `Run.location`.
+    """
     name = hashlib.sha256(location.encode()).hexdigest()[:16]
     return private_path(shared_memory) / name

@@ -4,7 +4,7 @@ Each worker group claims the next number in `attempts/` with a conditional write
 the run. No lease is needed, because an older attempt checks for a newer one before each commit or deletion. (If the
 same process is rank 0 of both attempts, it can still complete the older attempt's commit: see
 `checkpoints.ensure_committer`.) The new attempt chooses its starting checkpoint only after its claim, so the older
-attempt cannot delete that checkpoint. Until then, the new attempt is not in the lineage.
+attempt cannot delete that checkpoint. An attempt that has not chosen its starting checkpoint is not in the lineage.
 
 Each claim has a nonce. A run can be deleted and started again under the same name, and both runs then have an attempt
 with the same number. Names of checkpoints and audit folders contain the nonce, so a process of the deleted run never
@@ -166,9 +166,9 @@ class Span(NamedTuple):
         return self.after < step and self.reaches(attempt, step)
 
     def reaches(self, attempt: int, step: int) -> bool:
-        """Return True if the span contains `step` or starts right after it.
+        """Return True if the span contains `step` of `attempt`, or starts right after this step.
 
-        In both cases, the attempt can evaluate the model at `step`.
+        In both cases, `attempt` can evaluate the model at `step`.
         """
         return attempt == self.attempt and self.after <= step and (self.upto is None or step <= self.upto)
 
@@ -329,11 +329,10 @@ def refuse_if_superseded(attempts: list[Attempt], owner: str, driver: str = "") 
 
 
 def refuse_if_left(run: Run, attempts: list[Attempt], owner: str) -> None:
-    """Raise `SupersededError` if this owner never claimed the run and must leave the run to another place.
+    """Raise `SupersededError` if this owner has never claimed the run, and must not claim it now.
 
-    In that case, the records of submissions show that the owner's RayJob was withdrawn, or that it was submitted before
-    the RayJob of the newest attempt. The owner's RayJob can still be running if its cluster did not answer when the
-    RayJob should have been deleted.
+    An owner must not claim the run if its RayJob was withdrawn, or was submitted before the RayJob of the newest
+    attempt. Such a RayJob can still be running if its cluster did not answer when the RayJob should have been deleted.
     """
     own = Owner.parse(owner)
     if not own.place or any(attempt.owner == owner for attempt in attempts):

@@ -72,9 +72,9 @@ def list_audit(run: Run) -> list[Segment]:
 def read_audit(run: Run, spans: Sequence[Span]) -> list[pyarrow.Table]:
     """Return the rows consumed by the steps in `spans`. Raises `DamageError` if a file is damaged.
 
-    The rows of each step are returned once. A file can extend past its span, because a commit also writes steps that
-    were taken during the commit. A file can also repeat steps of an earlier file, if storage reported a successful
-    write as failed.
+    The rows of each step are returned once. A file can extend past the end of its attempt's span, because a commit also
+    writes the rows of steps that were taken during the commit. A file can also repeat steps of an earlier file, if
+    storage reported a successful write as failed.
     """
     import pyarrow.compute as pc
 

@@ -148,7 +148,7 @@ class Checkpoint:
 
 
 def is_out_of_patience(metrics: Mapping[str, Any], early_stop: int) -> bool:
-    """Return True if the best evaluation was at least `early_stop` evaluations ago. 0 turns this off."""
+    """Return True if the best evaluation was at least `early_stop` evaluations ago, unless `early_stop` is 0."""
     return 0 < early_stop <= int(metrics.get(SINCE_BEST) or 0)
 
 
@@ -228,8 +228,10 @@ def why_abandoned(
 ) -> str:
     """Return why an incomplete checkpoint will never be completed, or an empty string if it still might be.
 
-    A superseded process can still write the manifest of a checkpoint in the lineage. Such a checkpoint counts as
-    abandoned once a later step has been committed, or once no file has been written for ABANDONED_S seconds.
+    If an older attempt's checkpoint is not in the lineage, the checkpoint is abandoned. Any other checkpoint is
+    abandoned once a later step has been committed, or once no file has been written for ABANDONED_S seconds. Until
+    then, even a superseded process can still write the manifest.
+
     `committed` is the newest step that the current committer (`ensure_committer`) has committed, or 0. `now` is in
     seconds since the epoch.
     """
@@ -277,10 +279,9 @@ def is_file_name(name: str) -> bool:
 def find_faults(run: Run, checkpoint: Checkpoint, listed: Mapping[str, Entry] | None = None) -> list[str]:
     """Return a line for each fault of a checkpoint. The list is empty if every byte matches the manifest.
 
-    The parts of a sharded checkpoint must also contain each value exactly once.
-
-    `listed` is the checkpoint's entry in `list_directories`. If it is given, only files whose version has changed since
-    the commit are read. A version changes if the file is rewritten or the run is copied.
+    `listed` contains the checkpoint's files as returned by `list_directories`. If it is given, only files whose version
+    has changed since the commit are read. A version changes if the file is rewritten or the run is copied. Without
+    `listed`, also checks that the parts of a sharded checkpoint contain each value exactly once.
     """
     if checkpoint.damage:
         return [checkpoint.damage]
@@ -321,7 +322,10 @@ def _fault_in_listing(checkpoint: Checkpoint, file: str, listed: Mapping[str, En
 def compare_bytes(
     run: Run, checkpoint: Checkpoint, file: str, copy: Callable[[bytes | bytearray], Any] | None = None
 ) -> list[str]:
-    """Compare a file with the manifest, and return its faults. `copy` also receives the bytes that are read."""
+    """Compare a file with the manifest, and return its faults.
+
+    If `copy` is given, it is called with each chunk of the file's bytes.
+    """
     expected = checkpoint.files[file]
     try:
         size, sha256 = run.storage.digest(_key(run, checkpoint.name, file), copy)
@@ -341,8 +345,8 @@ def verify(
 ) -> list[tuple[Checkpoint, list[str]]]:
     """Return each checkpoint with its faults. Checkpoints that are deleted in the meantime are omitted.
 
-    Without `directories`, every byte is read, one checkpoint at a time. If `directories` and `inspect` are given,
-    `inspect` is called instead of `find_faults`.
+    Without `directories`, every byte is read, one checkpoint at a time. With `directories`, only files that have
+    changed since the commit are read. If `inspect` is also given, it is called instead of `find_faults`.
     """
 
     def check(name: str) -> tuple[Checkpoint, list[str]] | None:
@@ -363,7 +367,7 @@ def find_newest_good(
     """Return the newest intact checkpoint of the run's lineage, and the skipped newer checkpoints, newest first.
 
     Checkpoints with weights that are not finite are skipped too, unless all intact checkpoints have such weights. With
-    `trust_listing`, files with an unchanged version are not read. This suffices for display but not for loading.
+    `trust_listing`, files with an unchanged version are not read, so the checkpoint may be displayed but not loaded.
     If `inspect` is given, it is called instead of `find_faults`.
     """
     inspect = inspect or (lambda found, listed: find_faults(run, found, listed if trust_listing else None))
@@ -418,8 +422,8 @@ def ranking_metric(checkpoints: Iterable[Checkpoint], metric: str) -> str:
 def best_first(checkpoints: list[Checkpoint], metric: str, order: str) -> list[Checkpoint]:
     """Return the checkpoints sorted by `metric`, best first. If metrics are equal, the latest step comes first.
 
-    `order` is `min` or `max`. Checkpoints with a metric that is not finite come next, and those with weights that are
-    not finite come last.
+    `order` is `min` or `max`. Checkpoints without a finite value of the metric follow, and checkpoints with weights
+    that are not finite come last.
     """
     sign = 1 if order == "min" else -1
 

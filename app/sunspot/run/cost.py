@@ -1,7 +1,8 @@
 """The cost of a run's nodes, computed from its attempts, its receipts and the recorded prices.
 
-An attempt is charged for its nodes from its claim until the next claim or the end of the run. Time during which the run
-had ended is excluded. Clouds also bill for starting and idle nodes, disks and traffic. These costs are not included.
+An attempt is charged for its nodes from its claim until the next claim or the end of the run. If the run was resumed
+after its end, the time in between is not charged. Clouds also bill for disks, traffic, and nodes that are starting or
+idle. These costs are not included.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ def _hours_of(spans: Sequence[Interval], pauses: Sequence[Interval], bounds: Seq
 
 
 def _until(spans: Iterable[Interval], bounds: Sequence[float]) -> list[float]:
-    """Return how many seconds before each bound are covered by the spans."""
+    """Return, for each bound, how many seconds before the bound are covered by the spans."""
     merged = list(without_overlap(span for span in spans if span[0] < span[1]))
     before = [0.0, *accumulate(last - first for first, last in merged)]
     found = []

@@ -128,7 +128,7 @@ NO_STACKS = "left no stacks: it was stopped, or lost with its node"
 
 @dataclass(frozen=True)
 class Hang:
-    """A rank that hung, so that its watchdog killed the process."""
+    """A rank that hung until its watchdog killed the process."""
 
     rank: SmallCount
     detail: str

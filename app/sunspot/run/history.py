@@ -104,16 +104,19 @@ def tidy_journals(run: Run, before: int) -> None:
 def read_journal(
     run: Run, kind: Kind, spans: Sequence[Span] | None = None, damaged: list[str] | None = None
 ) -> list[dict[str, Any]]:
-    """Return the records of a journal, sorted by attempt. If `spans` is given, return only records of their steps.
+    """Return the records of a journal, sorted by attempt.
 
-    Damaged records are omitted. One message per affected segment is added to `damaged`, or logged as a warning if
-    `damaged` is None.
+    If `spans` is given, return only the records of the steps in `spans`. Damaged records are omitted. One message per
+    affected segment is added to `damaged`, or logged as a warning if `damaged` is None.
     """
     return list(iter_records(run, kind, spans, damaged=damaged))
 
 
 def list_journal(run: Run, kind: Kind, spans: Sequence[Span] | None = None) -> list[Segment]:
-    """Return the segments of a journal, sorted by attempt. If `spans` is given, return only its attempts' segments."""
+    """Return the segments of a journal, sorted by attempt.
+
+    If `spans` is given, return only the segments of the attempts in `spans`.
+    """
     attempts = None if spans is None else {span.attempt for span in spans}
     segments = list_segments(run.storage, run.key(kind))
     return [segment for segment in segments if attempts is None or segment.attempt in attempts]

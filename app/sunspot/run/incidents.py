@@ -159,7 +159,7 @@ def read_receipts(events: Iterable[dict[str, Any]]) -> list[Receipt]:
 
 
 def display_event(event: dict[str, Any]) -> dict[str, Any]:
-    """Return an event for display. A recovery event is displayed as a plain start unless an incident caused it."""
+    """Return an event for display. A recovery event that no incident caused is displayed as a plain start."""
     deliberate = event.get("cause") in [cause for cause in Cause if not cause.incident]
     return {**event, "event": STARTED} if event.get("event") == RECOVERED and deliberate else event
 

@@ -139,9 +139,9 @@ def _changed_nothing(run: Run, begun: Status, before: Status | None, known: int,
     """Return True if a driver that ends with `error` should leave the run's previous status in force.
 
     `begun` is the driver's first status, and `known` is the newest attempt at that time. A driver that ends before it
-    claims an attempt, for example because of a typo, has not changed the run. Such a driver should not create a run, or
-    end a run that another driver trains or has ended. However, if the driver is a retry of the RayJob that trained the
-    run last, the run ends with the driver.
+    claims an attempt, for example because of a typo, has not changed the run. Such a driver should not create a run,
+    and its error should not replace the status of a run that another driver trains or has ended. However, if the driver
+    is a retry of the RayJob that trained the run last, the run ends with the driver.
     """
     if newest_number(run) > known:
         return False
@@ -228,8 +228,9 @@ class DriverStatusWriter:
     def end_as_expected(self) -> None:
         """Record that the driver ended without an error.
 
-        Raises `StorageError` if the run moves and this cannot be recorded. The operator then starts the driver again.
-        Otherwise, the RayJob would count as succeeded, although the run might not train in either place.
+        If the run moves to another place and the end cannot be recorded, raises `StorageError`, so that the operator
+        starts the driver again. Without this error, the RayJob would count as succeeded, although the run might not
+        train in either place.
         """
         if not left_for_move(replace(self._last, **self._outcome)):
             self.end(**self._outcome)
@@ -255,7 +256,7 @@ class DriverStatusWriter:
     def replace(self, **fields: Any) -> bool:
         """Update fields of the status, unless another process owns the run. Return True if they were written.
 
-        A driver without workers has to pass the number of the attempt that it claimed as `attempt`.
+        A driver without workers has to pass `attempt`, the number of the attempt that it claimed.
         """
         return self._write(StatusKind.DRIVER, **fields)
 

@@ -215,7 +215,7 @@ def describe_stall(status: Status) -> str:
 
 
 def describe_work(status: Status, asked: object = None) -> str:
-    """Return the reason for a live run's state, for a status that does not contain a reason.
+    """Return a reason for a live run's state, derived from a status that contains no reason.
 
     `asked` is the requested number of workers if fewer are training, or None otherwise.
     """

@@ -81,7 +81,7 @@ def trace_key(run: Run, request: ProfileRequest, rank: int) -> str:
 
 
 def write_rank_profile(run: Run, request: ProfileRequest, profile: RankProfile) -> None:
-    """Write a rank's report, after its trace."""
+    """Write a rank's report. The rank's trace must have been written before."""
     run.storage.write(trace_key(run, request, profile.rank).removesuffix(".gz"), to_json(asdict(profile)))
 
 

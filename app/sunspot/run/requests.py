@@ -84,7 +84,7 @@ class StopRequest:
     def raise_signal(self, kept: str, job: str) -> None:
         """Stop this process with an error if it received a signal. Call this after everything has been saved.
 
-        `kept` describes what was saved. `job` is the setting JOB_ID. If it is set, the error counts as a failure, so
+        `kept` describes what was saved. `job` is the setting JOB_ID. If `job` is set, the error counts as a failure, so
         that the operator starts the job again on another node.
         """
         if self.signal is None:

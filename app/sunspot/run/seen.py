@@ -97,7 +97,7 @@ class RunSeen:
 
     @property
     def progress(self) -> Status | None:
-        """The status. If the run is not alive, the newest checkpoint in the listing replaces the status's own."""
+        """The status, updated with the newest checkpoint in the listing if the run is not alive."""
         status, name = self.status, self.summary.checkpoint
         if status is None or name is None or is_alive(status, self.time):
             return status
@@ -147,9 +147,9 @@ def look(run: Run) -> RunSeen:
 
 
 def _list_parts(run: Run, status: Status | None) -> RunSummary:
-    """Return a summary of the run's folders.
+    """Return a summary of a run that is not alive, from which the run's state is derived.
 
-    If `status` is stale or None, the run's state is derived from this summary.
+    If `status` is None, all of the run's folders are listed, and otherwise only those that can be newer than `status`.
     """
     folders = [run.name]
     if status:
@@ -363,7 +363,7 @@ def find_end_of_nodes(seen: RunSeen, attempts: Sequence[Attempt], written: float
 
 
 def find_deleted_checkpoint(status: Status | None, committed: Collection[str]) -> str:
-    """Return the name of an ended run's last checkpoint if it no longer exists, or an empty string.
+    """Return the name of an ended run's last checkpoint if the checkpoint no longer exists, or an empty string.
 
     A run always keeps its newest checkpoint, so something else has deleted it, such as a lifecycle rule.
     """

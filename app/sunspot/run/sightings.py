@@ -52,8 +52,8 @@ def find_sightings(
     """Yield a sighting for each time that a run got nodes in a place, or got no nodes.
 
     Attempts and submissions are oldest first. An attempt counts as having got nodes for its workers. A submission
-    that waited longer than NODES_WITHIN_S without an attempt counts as having got no nodes. A live run still has its
-    workers, and a silent run has lost its workers.
+    that waited longer than NODES_WITHIN_S without an attempt counts as having got no nodes. The status of a run that
+    has not ended adds a sighting: of the current workers if the run is alive, and of no workers if it is silent.
     """
     for attempt in attempts:
         place = Owner.parse(attempt.owner).place

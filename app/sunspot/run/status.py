@@ -6,7 +6,7 @@ progress. Readers use the current object (`newest_status`). Training never depen
 
 Each driver has separate objects for each of its attempts. A process can freeze during a write, and complete the write
 after another process has taken over the run or after the driver has ended. The late write then only changes an object
-that is no longer current. A check before the write could not prevent a late write to the current object.
+that is no longer current. If all drivers shared one object, no check before a write could prevent such a late write.
 """
 
 import contextlib
@@ -280,7 +280,7 @@ def load_status(storage: Storage, entry: Entry) -> Status:
 
 
 def refuse_if_ended(run: Run, status: Status) -> None:
-    """Raise `SupersededError` if the driver has ended the attempt of this status."""
+    """Raise `SupersededError` if the driver to which this status belongs has ended."""
     with contextlib.suppress(NotFoundError):
         run.storage.read(run.key(FOLDER, _file(status, StatusKind.ENDED)))
         raise SupersededError(f"{run.location}: the driver of attempt {status.attempt} has ended")

@@ -63,7 +63,7 @@ def list_segments(storage: Storage, folder: str) -> list[Segment]:
 
 
 def list_all(storage: Storage, folder: str, name: re.Pattern[str] = NAME) -> list[Segment]:
-    """Return all segments in a folder with names that match `name`, including those merged into another segment."""
+    """Return a folder's segments with names that match `name`, including segments that were merged into another."""
     found = []
     for entry in storage.list(folder):
         match = name.fullmatch(entry.key.removeprefix(f"{folder}/"))

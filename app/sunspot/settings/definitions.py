@@ -4,8 +4,8 @@ A setting is an environment variable with the prefix SUNSPOT_. The sentence belo
 `--help` and in the documentation. `takes` is the text after "set it to" in the error for an invalid value. Secrets are
 never settings.
 
-Some kinds of tasks do not support every setting. Each adapter lists the unsupported settings in `UNREAD_SETTINGS` and
-rejects them.
+Some kinds of tasks do not support every setting. The adapter for such a kind (`sunspot.adapters`) lists the unsupported
+settings in `UNREAD_SETTINGS`, and rejects them.
 """
 
 import json

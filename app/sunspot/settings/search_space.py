@@ -121,7 +121,7 @@ class Search:
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """Settings that cannot change during a trial."""
+        """Names of the settings that must stay the same when the search is started again."""
         varied = [variable.removeprefix(PREFIX).lower() for variable in self.given]
         return tuple(dict.fromkeys((*IDENTITY, *varied)))
 
@@ -167,9 +167,9 @@ def load_search(variables: Mapping[str, str]) -> Search:
 
 
 def load_common(variables: Mapping[str, str]) -> tuple[Settings, tuple[Dimension, ...], dict[str, str]]:
-    """Return the settings that all trials share, the dimensions of the search, and its variables.
+    """Return the settings that all trials share, the dimensions of the search, and the variables with an expression.
 
-    The expressions in the variables are in canonical form. The searched settings have their default values.
+    In the returned settings, the varied settings have their default values. The expressions are in canonical form.
     Raises `SettingsError`.
     """
     given = _ours(variables)

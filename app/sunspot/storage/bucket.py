@@ -328,8 +328,8 @@ class PartUpload(ABC):
 class PartWriter(Writer):
     """Uploads an object in parts, several at once, or in a single request if it fits into one part.
 
-    The clouds' own clients read from a file, but torch.save writes to a file. Combining the two would require a
-    temporary file or a second copy of the state in memory.
+    The upload functions of the clouds' own clients are not used, because they read from a file, but torch.save writes
+    to a file. Combining the two would require a temporary file or a second copy of the state in memory.
     """
 
     def __init__(self, bucket: Bucket, key: str) -> None:

@@ -1,7 +1,8 @@
 """Storage in a Google Cloud Storage bucket.
 
 The parts of an upload are separate objects, which the service composes into one without copying. Resumable uploads are
-not used because each is a single stream. Multipart uploads are not used because they belong to the S3-compatible API.
+not used because each is a single stream, which cannot be sent in parallel. Multipart uploads are not used because they
+belong to the S3-compatible API.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Deadlines for reading and writing storage, and retries while storage fails.
 
-Two functions call `work`, a function that reads or writes storage. In messages, `what` describes the work:
+`work` is a function that reads or writes storage, and `what` describes it in messages. Two functions call `work`:
 
     with_deadline(limit_s, what, work, *arguments)   calls `work` once, and aborts it if storage stops responding
     retry_storage(limit_s, what, work, *arguments)   also calls `work` again while it raises `StorageError`
@@ -51,7 +51,7 @@ class ProgressDeadline:
     """
 
     def __init__(self, limit_s: float, what: str) -> None:
-        """`what` describes the work in messages, for example "reading the run"."""
+        """Create a deadline. `what` describes the work in messages, for example "reading the run"."""
         self._limit_s = limit_s
         self._what = what
         self._progress = time.monotonic()

@@ -79,7 +79,7 @@ def prove(storage: Storage, prefix: str) -> None:
     """Check that an object below `prefix` can be created, read, listed and deleted, but not created twice.
 
     If an object could be created twice, two processes could own the same run. Raises `StorageError` if a check fails.
-    The message names the location of `prefix` instead of the test object.
+    The message contains the location of `prefix`, not that of the test object.
     """
     probe = f"/probe-{uuid.uuid4().hex}"
     try:

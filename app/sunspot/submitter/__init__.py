@@ -7,7 +7,7 @@ function `submit` in cluster/start.py runs the steps from preflight.py to api.py
     cluster/placing.py         chooses the place, if the profile has places (render_in_place)
     code_files.py              packs the user's code, if it is a folder (pack)
     manifest/render.py         renders the manifest (render)
-    cluster/placing.py         deletes the RayJob that the run has left in another place (submit_in_place)
+    cluster/placing.py         submits the job, and deletes the run's RayJob in its previous place (submit_in_place)
     cluster/preflight.py       checks the cluster and storage for problems, and applies the RayJob as a dry run (check)
     cluster/applied.py         gives the RayJob a new owner ID, and stores its manifest in an annotation (as_submission)
     cluster/observation.py     reads the run from the cluster and storage (RunAccess.observe)

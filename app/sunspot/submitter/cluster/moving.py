@@ -166,7 +166,7 @@ def _undo(submission: Submission, before: Status, left: RunJob) -> Attempt | Non
 def _start_again(access: RunAccess, left: RunJob) -> None:
     """Replace the old RayJob, whose driver has ended or is superseded, with a new one that owns the run.
 
-    Raises `ClusterError`, with the command that does this later, if this fails.
+    If this fails, raises `ClusterError` with the command that starts the run later.
     """
     try:
         snapshot = access.observe(lambda job: job.name == left.name)  # the withdrawn RayJob might still be there

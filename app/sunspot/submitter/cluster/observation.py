@@ -60,7 +60,7 @@ class RunSnapshot:
 
     @property
     def training_job(self) -> JobView | None:
-        """The newest RayJob, except one whose place is still being warmed up for a move."""
+        """The newest RayJob, ignoring a RayJob in a new place to which the run is still moving."""
         return without_next_job(self.cluster, self.storage).job
 
     @property

@@ -1,4 +1,4 @@
-"""Chooses a run's place if its profile has several, and deletes the RayJob in the place that the run leaves."""
+"""Chooses a run's place if its profile has several, and deletes the RayJob in the run's previous place."""
 
 from __future__ import annotations
 
@@ -70,9 +70,10 @@ def context_of(request: JobRequest) -> str | None:
 
 
 def submit_in_place(cluster: Cluster, rendered: Rendered, dry_run: bool = False, take_over: bool = False) -> Submission:
-    """Submit a job like `submit`, and delete the RayJob that the run left in another place.
+    """Submit a job like `submit`, and delete the run's RayJob in its previous place.
 
-    A RayJob whose driver is alive is not deleted, because that driver stops once the new one takes over the run.
+    If the driver of that RayJob is alive, the RayJob is not deleted, because its driver stops once the new RayJob takes
+    over the run.
     """
     left = _find_left_job(rendered) if rendered.request.place and not dry_run else None
     if left and (left.cluster.server, left.cluster.namespace) == (cluster.server, cluster.namespace):
@@ -196,7 +197,7 @@ def _render_everywhere(request: JobRequest, places: dict[str, Place]) -> dict[st
 
 
 def _make_offer(rendered: Rendered) -> Offer:
-    """Return a place's offer. The price is for the head and the full first training group, without traffic."""
+    """Return a place's offer. The price covers the head and the first training group at full size, but no traffic."""
     profile = choose_profile(rendered.request)
     price = None
     if rendered.pods:  # a job in an existing cluster has no pods of its own
