@@ -164,7 +164,7 @@ def describe(loss: Receipt) -> Iterator[tuple[float, str]]:
 
 
 class Trainer:
-    """The parent's handle for a training process on this machine."""
+    """A handle for the training process that `training` starts."""
 
     def __init__(self, process: subprocess.Popen[bytes], output: IO[bytes]) -> None:
         self.process = process

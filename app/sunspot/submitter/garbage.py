@@ -72,7 +72,8 @@ def _find_checkpoints(run: Run, keep: int | None, now: float) -> Iterator[Remova
     attempts = read_attempts(run)
     if attempts and not attempts[-1].chosen:
         newest_attempt = attempts[-1].number
-        warn(f"attempt {newest_attempt} is still choosing its checkpoint, so no checkpoint is removed; try again later")
+        choosing = f"attempt {newest_attempt} is still choosing the checkpoint to start from"
+        warn(f"{choosing}, so no checkpoint is removed; try again later")
         return
     ended = look(run).state in (RunState.SUCCEEDED, RunState.FAILED, RunState.STOPPED)
     newest, passed_over = find_newest_good(run, attempts)

@@ -166,7 +166,7 @@ def read_epoch_layout(run: Run) -> EpochLayout:
     layout = find_layout(read_identity(run))
     if layout is None:
         place = run.storage.locate(run.key("run.json"))
-        raise DamageError(f"{place} cannot be used: it lacks the number of rows per step or of steps per epoch")
+        raise DamageError(f"{place} cannot be used: it lacks the number of rows per step or the steps per epoch")
     return layout
 
 

@@ -132,7 +132,7 @@ def refuse_missing_functions(module: ModuleType, settings: Settings, libraries: 
 def refuse_unused_functions(task: Task) -> None:
     """Raise `SettingsError` if a task defines a function that would never be called.
 
-    A function is never called if the task also defines an alternative, or lacks a function that it depends on.
+    A function is never called if the task also defines an alternative to it, or lacks a function that it needs.
     """
     if task.build_dataset and hasattr(task.module, "find_sources"):
         raise task.error("the module defines both build_dataset and find_sources; keep one of them")

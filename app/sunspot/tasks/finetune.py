@@ -206,8 +206,8 @@ def show(model: FineTuned, rows: Batch) -> dict[str, Any]:
 def checkpoint_files(model: FineTuned, state: dict[str, torch.Tensor]) -> dict[str, bytes]:
     """Return the files that peft needs to load a checkpoint.
 
-    If all weights are trained, returns the files that transformers needs in addition to the weights. The library can
-    load the weights only if WEIGHTS is safetensors.
+    If all weights are trained, returns the files that transformers needs in addition to the weights. In
+    this case, transformers can load the weights only if WEIGHTS is safetensors.
     """
     if not model.adapted:
         return {"config.json": model.config.to_json_string().encode(), **model.base.tokenizer_files()}

@@ -123,6 +123,6 @@ def read_sizes(settings: Settings) -> dict[str, Any]:
     if wrong:
         raise SettingsError(
             f"SUNSPOT_TASK_ARGS: {', '.join(wrong)}; sunspot.tasks.gpt takes layers, width, heads and context (whole "
-            "numbers from 1, the width a multiple of the heads), and tied (true or false)"
+            "numbers from 1, with width a multiple of heads), and tied (true or false)"
         )
     return sizes

@@ -118,7 +118,7 @@ WeightPositions = Mapping[str, tuple[Path, str]]
 
 
 def find_values(base: Base, model: nn.Module) -> WeightPositions | None:
-    """Return the positions of a model's parameters in the base's files, or None if any is missing."""
+    """Return the positions of a model's parameters in the base's files, or None if a parameter is missing there."""
     from safetensors import safe_open
 
     shapes: dict[str, tuple[Path, list[int]]] = {}
@@ -218,7 +218,7 @@ class PretrainedModel(nn.Module):
         if found != self.sha256:
             raise ConflictError(
                 f"{self._base} has SHA-256 {self.sha256[:12]}..., but the adapter was trained on {found[:12]}...; "
-                "use the same base, with the same content"
+                "use the same base as the adapter"
             )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # two overloads there

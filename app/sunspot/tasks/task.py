@@ -213,7 +213,7 @@ class TrainingRun(Protocol):
         """
 
     def parts(self, batch: Batch) -> Iterator[Batch]:
-        """Yield parts of a batch with at most MICRO_BATCH_SIZE rows, and set `weight` for each part.
+        """Yield parts of a batch, each with at most MICRO_BATCH_SIZE rows, and set `weight` for each part.
 
         Run one forward and backward pass per part. The last part's pass averages the gradients over the workers.
         """

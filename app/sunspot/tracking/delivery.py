@@ -57,7 +57,7 @@ class Delivery:
     then no longer return to an earlier step. Each step is therefore delivered only once. If a checkpoint is lost, the
     steps that the run repeats are not sent again.
 
-    Drivers deliver in turn, because several can live at once while a run moves. A driver's turn begins once it has
+    Drivers deliver in turn, because a run has several drivers while it moves. A driver's turn begins once it has
     claimed the run and the earlier driver's delivery has ended (`_take_turn`).
     """
 
@@ -118,8 +118,8 @@ class Delivery:
     def finish(self) -> None:
         """Send the remaining records of a run that has ended, and its report, best model and final state.
 
-        Sends nothing if the run moves, or if the driver has neither claimed nor ended the run. Raises the same errors
-        as `deliver`.
+        Sends nothing if the run is moving, or if the driver has neither claimed nor ended the run. Raises the same
+        errors as `deliver`.
         """
         attempts, status = self._read_own_attempts(), read_status(self.run)
         if not self._may_finish(attempts, status):
@@ -163,7 +163,7 @@ class Delivery:
         return bool(attempts) and self._driver in ("", attempts[-1].driver)
 
     def _may_finish(self, attempts: list[Attempt], status: Status | None) -> bool:
-        """Return True if the driver has claimed or ended the run, and the run does not move to another driver."""
+        """Return True if the driver has claimed or ended the run, and the run is not moving to another driver."""
         if self._driver and status and left_for_move(status):
             return False
         ended = bool(attempts and status and _end_of(status) and status.driver == self._driver)
@@ -330,7 +330,7 @@ def _end_of(status: Status) -> str:
 def to_point(record: MetricRecord) -> Point:
     """Return the metrics of a record.
 
-    If the record only contains an evaluation, these are only the metrics of held-out rows, because an earlier record
+    If the record only contains an evaluation, only the metrics of held-out rows are returned, because an earlier record
     contains the step's other metrics.
     """
     values = {

@@ -71,7 +71,9 @@ def find_mlflow_problem(address: str) -> str:
 
 @contextmanager
 def tracked(run: Run, settings: Settings, driver: str = "") -> Iterator[None]:
-    """Context manager that delivers the run to the service in TRACKING. Waits up to FINISH_TIMEOUT_S on exit.
+    """Context manager that delivers the run to the service in TRACKING.
+
+    On exit, waits up to FINISH_TIMEOUT_S for the delivery of the last records.
 
     Failures are printed and do not affect the run. If another driver takes over the run from `driver`, that driver
     starts its own delivery. The delivery process exits when its stdin is closed, which also happens if this

@@ -44,8 +44,8 @@ class Point(NamedTuple):
 class Service(ABC):
     """A run in a tracking service.
 
-    A method that raises `TrackingError` can be retried, unless it is a `RefusedError`. Methods return within seconds
-    even if the server hangs, except `attach` and `close`, which wait for uploads.
+    A method that raises `TrackingError` can be retried, unless the error is a `RefusedError`. Methods return within
+    seconds even if the server hangs, except `attach` and `close`, which wait for uploads.
     """
 
     acknowledges = True
@@ -203,7 +203,7 @@ class MlflowService(Service):
         self._log("tags", others, OTHERS_AT_ONCE)
 
     def send(self, points: Sequence[Point]) -> None:
-        """Send metrics. MLflow drops a metric if it already has the same name, step, time and value."""
+        """Send metrics. MLflow drops a metric if it already has one with the same name, step, time and value."""
         from mlflow.entities import Metric
 
         metrics = [

@@ -32,7 +32,7 @@ One step, from its rows to the beginning of the next step
  6. worker.Worker.wait_before_change  is called by a hook of the optimizer. It waits until the previous state is copied
                                    and, in survivor mode, until the gradients are complete. On a GPU, a fused optimizer
                                    does not wait: the GPU cancels its step if a sum was aborted (`parallel.sum_guard`).
-                                   StepUndo copies an optimizer's parameters and state if another optimizer follows
+                                   StepUndo copies an optimizer's parameters and state if another one steps later
  7. optimizer.step                 changes the parameters
  8. worker.Worker.finish_step      counts the step, or counts it one step later if the GPU could still cancel it. In
                                    survivor mode, StepUndo copies the buffers and the frozen parameters that change, so
@@ -52,8 +52,8 @@ is handled as follows (`survivor.abandon_step`, `step_guard.StepGuard`):
 - If it was not complete, its gradients are discarded, and none of its rows count. The parameters, optimizer states and
   buffers are those from before the step, because the optimizer had not changed them, or because StepUndo restores them.
   The next group takes the same step again, with the rows divided among its members.
-- If StepUndo cannot restore them, this process gets the state from another worker. If no worker has it, and always
-  under PARALLEL=fsdp, all workers return to the newest copy in memory or to the newest checkpoint.
+- If StepUndo cannot restore them, this process gets the state from another worker. If no worker has it, or under
+  PARALLEL=fsdp, all workers return to the newest copy in memory or to the newest checkpoint.
 
 Under PARALLEL=hsdp, a worker has only its shard of the state, and gets it from a worker with the same shard. In step 6,
 all workers agree that their gradients are complete, so that their shards belong to the same step.

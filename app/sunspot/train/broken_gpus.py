@@ -85,8 +85,8 @@ def new_nodes_checked(
 
     Yields a filter, which keeps only the nodes (as in `ray.nodes()`) that are reachable and have been checked. A group
     grows only onto those nodes. The check takes a few seconds, but does not delay a group's growth, which waits longer
-    than that anyway (`nodes.SETTLED_S`). A group that is waiting for nodes does not wait for the check. If Ray starts
-    such a group on a broken node, the group is restarted without that node.
+    than that anyway (`nodes.SETTLED_S`). A group that cannot start before nodes join does not wait for the
+    check. If Ray starts such a group on a broken node, the group is restarted without that node.
     """
     checked = {str(node["NodeID"]) for node in nodes}
 
@@ -126,8 +126,8 @@ class BrokenInTraining:
 
         A CUDA error can be the program's fault, and a process can be lost for any reason. Therefore the GPU driver is
         queried on each suspect node, which takes seconds. A node stays in use if its GPU works and has had no hardware
-        error, or if the node does not answer, because it may be about to leave. Raises `SunspotError` if a GPU had a
-        CUDA error and no longer works, but the run needs its node.
+        error. A node that does not answer also stays in use, because it may be about to leave. Raises `SunspotError` if
+        a GPU had a CUDA error and no longer works, but the run needs its node.
         """
         known = {id: HARDWARE_ERRORS.get(code or 0) for id, code in suspects.items()}
         faults = {id: f"its GPU had {error}" for id, error in known.items() if error}

@@ -182,7 +182,7 @@ def build_learner(
 
 
 def prepare_learner(plan: Plan, control: ControlClient, place: WorkerPlace | None = None) -> Learner:
-    """Build a replacement's learner without the other workers, from which the learner will get its state later.
+    """Build a replacement's learner without the other workers. They will send the learner its state later.
 
     Under hsdp, `place` determines the learner's shard.
     """

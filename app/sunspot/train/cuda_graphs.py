@@ -168,7 +168,7 @@ class GraphedForward:
 
 
 class BackwardPass:
-    """A hook that records that a backward pass has begun. Only the outputs of the forward pass keep it alive."""
+    """A hook that records that a backward pass has begun. Only the forward pass's outputs keep the hook alive."""
 
     def __init__(self) -> None:
         self.began = False

@@ -48,9 +48,9 @@ def train_run(
 ) -> RunState:
     """Train a run from its newest state, record its outcome in storage, and return its final state.
 
-    The run belongs to `owner`, which is the job or this process by default. The caller can stop the run with
-    `stop_request`. Settings named in `identity` must be the same as when the run was first started. Raises the error
-    that ended the run.
+    The run belongs to `owner`. The default is the job, or this process if there is no job. The caller can stop the run
+    with `stop_request`. Settings named in `identity` must be the same as when the run was first started. Raises the
+    error that ended the run.
     """
     # Imported here, so that a wrong setting is reported before numpy is imported.
     from sunspot.data.disk_cache import export_cache
@@ -121,7 +121,7 @@ class Origin(NamedTuple):
 
 
 def may_train(claimant: Claimant, stop_request: StopRequest, limit_s: float, job: str = "") -> bool:
-    """Return False if the run is stopped. Raise the error that permanently ended this owner's job, if there is one.
+    """Return False if the run was stopped. Raise the error that permanently ended this owner's job, if there is one.
 
     Reading the run from storage may take up to `limit_s` seconds.
     """

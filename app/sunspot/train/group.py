@@ -116,7 +116,7 @@ def open_context(
     note_end: Callable[[str], None] = lambda why: None,
     sick_nodes: SickNodes | None = None,
 ) -> Iterator[TrainingContext]:
-    """Check the nodes, and yield a context for a trainer. Nodes, signals and progress are monitored until it closes.
+    """Check the nodes, and yield a context for a trainer. The nodes, signals and progress are monitored inside it.
 
     Raises `SunspotError` if the run cannot train on these nodes. `note_end` is described in `trainer.fit`.
     In survivor mode, the group stops using the nodes that `sick_nodes` finds.

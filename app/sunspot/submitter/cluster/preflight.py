@@ -86,8 +86,8 @@ def find_queue_problem(expected: JobView) -> Iterator[Check]:
 def find_quota_problems(cluster: Cluster, manifest: dict[str, Any], ignore_use: bool = False) -> Iterator[Check]:
     """Yield a check for each ResourceQuota that does not have room for all of the run's pods.
 
-    The check is FAILED if the run can never fit into the quota. With `ignore_use`, the namespace counts as empty.
-    Yields nothing if this user cannot list quotas.
+    The check is FAILED if the run can never fit into the quota, and otherwise a warning. With `ignore_use`, all quotas
+    count as unused. Yields nothing if this user cannot list quotas.
     """
     quotas = list_if_allowed(cluster, "quotas")
     if quotas and ignore_use:

@@ -114,9 +114,12 @@ class ProgressLines:
 
 
 def describe(snapshot: RunSnapshot, state: RunState, reason: str) -> str:
-    """Return one line: the progress if the run is training, or the reason for any other state."""
+    """Return one line: the progress of a run that is training, or the reason for any other state.
+
+    The reason for FAILED or LOST is only "for good", because the command ends with an error that says more.
+    """
     if state in (RunState.FAILED, RunState.LOST):
-        return "for good"  # the error with which the command ends says why
+        return "for good"
     now = progress(snapshot)
     if state is not RunState.RUNNING or not now["total_steps"]:
         return reason

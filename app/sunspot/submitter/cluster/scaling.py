@@ -130,8 +130,8 @@ class WorkerPods:
     def resize(self, workers: int, hosts: Collection[str] = (), dry_run: bool = False) -> list[str]:
         """Limit the number of pods to what `workers` workers need, and remove pods beyond this limit.
 
-        `hosts` contains the names of the pods that have workers, which are not removed. If `hosts` is empty, no pods
-        are removed. Returns the names of the removed pods. With `dry_run`, the API server only checks the change.
+        `hosts` contains the names of the pods that have workers. These pods are not removed. If `hosts` is empty, no
+        pods are removed. Returns the names of the removed pods. With `dry_run`, the API server only checks the change.
         Raises `ClusterError` if the RayCluster is gone or cannot be changed.
         """
         for _ in range(PATCH_TRIES):

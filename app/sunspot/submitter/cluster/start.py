@@ -139,7 +139,7 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, t
     # Reject the job if another owner trains the run, or if another run has the job's name.
     snapshot, job = _observe_job(access, name)
     if snapshot.storage.summary.deleting:
-        raise ConflictError(f"{run.name} is {RunState.DELETING}: {snapshot.state()[1]}; submit it again afterwards")
+        raise ConflictError(f"{run.name} is {RunState.DELETING}: {snapshot.state()[1]}; then submit it again")
     moves_from = settings_of(prepared.manifest).get(MOVES_FROM, "")  # this RayJob ends for the new one
     others = [
         other
@@ -225,7 +225,7 @@ def place_of(manifest: Mapping[str, Any]) -> str:
 def resume_run(access: RunAccess, snapshot: RunSnapshot, take_over: bool = False) -> Submission | None:
     """Clear the stop marker, and apply the run's RayJob again as `sunspot submit` applied it.
 
-    A RayJob that was withdrawn, because the run stays in its old place, is ignored.
+    Ignores a RayJob that was started for a move if the run has stayed in its old place.
 
     Returns None if the run was not started by `sunspot submit` and must be restarted by other means. Raises
     `ConflictError` if the run is alive elsewhere and `take_over` is False, `NotFoundError` if the submitted RayJob is
@@ -308,9 +308,9 @@ def _keep_record(run: Run, record: SubmissionRecord) -> None:
 
 
 def describe_owner_elsewhere(access: RunAccess, snapshot: RunSnapshot) -> str:
-    """Return a message if the run is alive and its owner is not a RayJob in this namespace, or an empty string.
+    """Return a message if the run is alive and its owner is not in this namespace, or an empty string.
 
-    An owner in this namespace without a RayJob is ignored, because its RayJob has just been deleted.
+    If the owner is in this namespace but its RayJob is not, the RayJob has just been deleted, so there is no message.
     """
     status, cluster = snapshot.storage.status, access.require_cluster()
     if not status or not is_alive(status, snapshot.cluster.time):
@@ -339,7 +339,7 @@ def _refuse_name_of_another_run(cluster: Cluster, name: str, run: str) -> None:
 
 
 def _is_ending(snapshot: RunSnapshot, job: JobView) -> bool:
-    """Return True if the RayJob is being deleted, or if its driver might still stop because of the stop marker."""
+    """Return True if the RayJob is being deleted, or if its driver is stopping the run."""
     return job.deleting or (snapshot.state()[0] is RunState.STOPPING and was_written_by(snapshot.storage, job))
 
 

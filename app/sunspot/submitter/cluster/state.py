@@ -143,7 +143,8 @@ def judge(seen: ClusterSeen, stored: RunSeen) -> tuple[RunState, str]:
 def find_next_job(seen: ClusterSeen, stored: RunSeen) -> JobView | None:
     """Return the newest RayJob if a move started it and the driver in the old place is still alive, or None.
 
-    Also returns None if the RayJob in the old place has ended, because a live newest RayJob then continues the run.
+    Also returns None if the run has ended in the old place and the newest RayJob is live, because the newest RayJob
+    then continues the run.
     """
     job, status = seen.job, stored.status
     if not job or not status or not is_alive(status, seen.time):

@@ -89,7 +89,7 @@ def _may_save(snapshot: RunSnapshot) -> bool:
 def delete_jobs(cluster: Cluster, jobs: Sequence[JobView], seconds: float, frozen: bool = False) -> bool:
     """Delete RayJobs, and return True once they and their pods are gone, or False after `seconds`.
 
-    Unless `frozen` is True, pods on unresponsive nodes are ignored, because they can no longer change the run.
+    Pods on unresponsive nodes can no longer change the run, so they are ignored unless `frozen` is True.
     """
     for job in jobs:
         cluster.delete_job(job)

@@ -2,9 +2,9 @@
 
 Restarts runs if the operator gives up on their head pods.
 
-KubeRay replaces a head pod that is gone. A head can also be unreachable for a long time, because its node is frozen or
-no node fits a new head. In this case, KubeRay fails the RayJob regardless of `backoffLimit`, although the run is
-intact.
+KubeRay replaces a head pod that is gone. But if the head's node is frozen, or if no node has room for a new head, the
+RayJob has no working head for a long time. KubeRay then fails the RayJob regardless of `backoffLimit`, although the run
+is intact.
 """
 
 import threading
@@ -152,8 +152,8 @@ class HeadRestarts:
         """Return the restart that the run needs, or None if the run needs none.
 
         Only RayJobs that `sunspot submit` or a GitOps tool applied are restarted. Raises `SunspotError` after
-        `max_driver_starts` restarts without a new checkpoint, and `ClusterError` if the RayJob's annotation does not
-        contain its manifest.
+        `max_driver_starts` restarts without a new checkpoint, and `ClusterError` if the RayJob's manifest in the
+        annotation APPLIED (applied.py) is invalid.
         """
         job, stored = snapshot.training_job, snapshot.storage
         if not job or not head_given_up(snapshot) or stored.summary.stop_requested or stored.trouble:
@@ -176,7 +176,7 @@ class HeadRestarts:
 
 
 def start_again(access: RunAccess, restart: Restart) -> None:
-    """Replace a failed RayJob with a new one that has the same name, and the same owner ID in storage.
+    """Replace a failed RayJob with a new one that has the same name and, in storage, the same owner ID.
 
     If an old pod's node was frozen and recovers, the pod can no longer change the run (run/attempts.py). Raises
     `ClusterError` or `GaveUpError` if the RayJob cannot be replaced within MAX_OUTAGE_S, or if the GitOps tool has not
@@ -231,8 +231,9 @@ class Reconciler:
     The annotations show the run's state and progress to Argo CD, dashboards and kubectl. A reconciler can be replaced
     at any time, because it keeps no important state.
 
-    `show` is called with a run's name, its state and, if it has ended, the reason, whenever one of these changes. A
-    `mover` moves the runs to better places, even if their cluster no longer answers.
+    `show` is called with a run's name, state and reason whenever the state or the reason changes. The reason is empty
+    unless the run has ended or is being restarted. A `mover` moves the runs to better places, even if their cluster no
+    longer answers.
     """
 
     def __init__(

@@ -108,7 +108,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 def add_settings_and_words(parser: argparse.ArgumentParser) -> None:
     """Add positional arguments, each of which is either a setting (VAR=VALUE) or the path of the task's file.
 
-    Only subcommands that train on this machine accept such arguments.
+    Only subcommands that train on this machine accept these arguments.
     """
     parser.add_argument(
         "words", metavar="WORD", nargs="*", help="a setting as VAR=VALUE, or the path of the task's file"

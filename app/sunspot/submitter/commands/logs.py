@@ -66,8 +66,8 @@ def run(args: argparse.Namespace) -> None:
 def _find_printed(run: Run, args: argparse.Namespace) -> str:
     """Find the stream selected by the arguments.
 
-    Raises `NotFoundError` if the stream does not exist. If the run has written no output at all, the message includes
-    the cluster's explanation.
+    Raises `NotFoundError` if the stream does not exist. If the run has written no output at all, the message also says
+    why, according to the cluster.
     """
     try:
         return find_stream(run, args.rank, args.previous)

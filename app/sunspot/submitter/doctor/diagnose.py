@@ -135,8 +135,8 @@ def _waits_for_node(seen: ClusterSeen, job: JobView) -> bool:
 def _needs_cluster(access: RunAccess, snapshot: RunSnapshot, state: RunState) -> bool:
     """Return True if only the cluster can explain the run's state.
 
-    This can only be the case if the run was submitted as a RayJob. If no cluster is configured, the files in storage
-    are enough to explain a run that is training.
+    Always returns False if the run was not submitted as a RayJob. If no cluster is configured, also returns False for a
+    run that is training, because its files in storage are enough to explain it.
     """
     status = snapshot.storage.status
     in_cluster = Owner.parse(status.owner).namespace if status else list_submissions(access.run)

@@ -1,4 +1,4 @@
-"""Finds nodes that fit a run's pods by labels, taints and size.
+"""Finds the nodes on which a run's pods fit, according to labels, taints and size.
 
 Pods that already run on the nodes are ignored, because they might finish, and this user might not see all of them.
 """

@@ -1,8 +1,8 @@
 """Merges a profile's `pod` fields into a pod template, and its `rayjob` fields into the RayJob.
 
 The merge works as in kubectl. Mappings are merged by key, and lists of named items by each item's name. Except for the
-fields in `Rules.free`, a merge only adds fields. It is rejected if it would change a value in the manifest, because
-another profile key sets this value, or because runs rely on it. The API server checks everything else in a dry run.
+fields in `Rules.free`, a merge can only add fields. A merge that would change an existing value is rejected: either
+another profile key sets this value, or runs rely on it. The API server checks everything else in a dry run.
 """
 
 import re

@@ -180,7 +180,7 @@ def _enlarge_head(head: dict[str, Any], machine: Head, shape: Shape) -> None:
 def _make_evictable(metadata: dict[str, Any]) -> None:
     """Allow drains and autoscalers to evict the pod.
 
-    This removes PROTECTION and excludes the pod from the disruption budget.
+    Removes the annotations in PROTECTION, and excludes the pod from the disruption budget.
     """
     metadata["annotations"] = {name: v for name, v in metadata["annotations"].items() if name not in PROTECTION}
     metadata["labels"]["sunspot/evictable"] = "true"
@@ -320,7 +320,7 @@ def _set_pods(group: dict[str, Any], least: int, most: int) -> None:
     """Set the replica counts of a worker group.
 
     The group starts with only `least` pods, because KubeRay does not submit the job until all pods are ready. If there
-    are several training groups, `least` is 0, and the driver requests the pods, because it knows which are missing.
+    are several training groups, `least` is 0, and the driver requests the pods that are missing.
     """
     group["replicas"] = group["minReplicas"] = least
     group["maxReplicas"] = most

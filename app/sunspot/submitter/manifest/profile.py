@@ -1,6 +1,6 @@
 """Loads profiles. A profile is a small YAML file with the differences between an environment and k8s/rayjob.yaml.
 
-The string below a field documents it in docs/profiles.md. A field's `description` lists its allowed values. The error
+The string below a field is its text in docs/profiles.md. A field's `description` lists its allowed values. The error
 for an invalid value ends with "set it to" and the description.
 """
 

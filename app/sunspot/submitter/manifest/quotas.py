@@ -134,7 +134,7 @@ def _compare(quota: Mapping[str, Any], hard: Mapping[str, str], demands: Sequenc
 
 
 def amount_of(pod: Pod, resource: str) -> float:
-    """Return how much of a quota's resource a pod takes, in base units."""
+    """Return how much of a quota's resource a pod uses, in base units."""
     if resource in ("pods", "count/pods"):
         return 1.0
     if resource == "count/resourceclaims.resource.k8s.io":

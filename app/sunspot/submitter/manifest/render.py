@@ -251,7 +251,7 @@ def settings_of(manifest: Mapping[str, Any]) -> dict[str, str]:
 
 
 def has_registry(reference: str) -> bool:
-    """Return True if container runtimes would find a registry in an image reference."""
+    """Return True if container runtimes would read the first part of an image reference as a registry."""
     host, slash, _ = reference.partition("/")
     return bool(slash) and ("." in host or ":" in host or host == "localhost")
 
@@ -259,7 +259,7 @@ def has_registry(reference: str) -> bool:
 def image_problem(reference: str) -> str:
     """Return a warning if an image reference can later resolve to a different image, or an empty string.
 
-    A digest is safe. A tag without a registry is also safe, because that image exists only on the nodes.
+    A digest is safe. A tag without a registry is also safe, because such an image exists only on the nodes.
     """
     name = reference.rpartition("/")[2]
     tagged = name.partition(":")[2] not in ("", "latest")

@@ -98,14 +98,14 @@ def measure_throughput(records: Sequence[Mapping[str, Any]]) -> RankThroughput:
 
 
 def rank_windows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the newest worker group's records, except those without steps or without all ranks' measurements."""
+    """Return the newest worker group's records that contain steps and the measurements of all ranks."""
     windows = [dict(r) for r in records if r.get("steps") and _has_figures(r)]
     groups = [(window["attempt"], len(window["ranks"]["resident_mib"])) for window in windows]
     return [window for window, group in zip(windows, groups, strict=True) if group == groups[-1]]
 
 
 def _has_figures(record: Mapping[str, Any]) -> bool:
-    """Return True if a record has all measurements. Some can only be measured in a container with limits."""
+    """Return True if a record has all measurements. Some exist only in a container with limits."""
     ranks = record["ranks"]
     return (
         all(isinstance(record.get(name), int | float) for name in ("time", "seconds"))
@@ -240,7 +240,7 @@ def _seconds_until_full(case: Case, window: Mapping[str, Any], rates: Sequence[f
 
 
 def growth_rate(times: Sequence[float], sizes: Sequence[float | None]) -> float:
-    """Return a size's growth in MiB per second, which is the smaller of the rates in both halves of its history.
+    """Return a size's growth in MiB per second, which is the smaller of the rates in the two halves of its history.
 
     Returns 0 if the growth is small or unknown.
     """
