@@ -23,8 +23,8 @@ class NodeGroup(BaseModel):
     most: int = Field(ge=1)
     "Maximum number of training workers on the group's nodes."
     after_s: float = Field(ge=0)
-    """Seconds for which earlier groups must lack nodes before this group is used. It is no longer used once the
-    earlier groups have had enough nodes for the same time."""
+    """Seconds for which the earlier groups must lack nodes before this group is used. Once the earlier groups have had
+    enough nodes for as long, this group is no longer used."""
 
 
 HEAD = "head"

@@ -1,8 +1,8 @@
 """The learning rates of each step. A task's `schedule` scales them, or its PyTorch schedulers set them.
 
 The rates are a function of the step. A run can therefore resume from any step, and checkpoints do not contain
-schedulers. A task's scheduler gets a stand-in with the same parameter groups instead of the real optimizer. The options
-that the scheduler sets in the stand-in are copied to the real optimizer.
+schedulers. A task's scheduler does not get the real optimizer. It gets a stand-in with the same parameter groups, and
+the options that it sets in the stand-in are copied to the real optimizer.
 """
 
 import inspect
@@ -111,8 +111,8 @@ class LearningRates:
 class PlayedSchedulers:
     """The schedulers that a task builds on a stand-in for its optimizer, for a run with `total_steps` steps.
 
-    If all schedulers can jump (`can_jump`), they jump to the requested step. Otherwise, they take every step before it,
-    and are built again if they are already past it.
+    If all schedulers can jump (`can_jump`), they jump to the requested step. Otherwise, they take every step up to the
+    requested step. If they have already passed that step, they are first built again.
     """
 
     def __init__(self, plan: Plan, task: Any, built: Optimizer, total_steps: int) -> None:
@@ -161,7 +161,7 @@ class PlayedSchedulers:
             returned = f"{PREFIX}TASK={self._plan.settings.task}: its build_scheduler returned {kind_of(each)}"
             if isinstance(each, ReduceLROnPlateau):
                 raise SettingsError(
-                    f"{returned}, which follows a metric, but a run can resume from any step, so its learning rates "
+                    f"{returned}, which follows a metric, but a run can resume from any step, so the learning rates "
                     "must be a function of the step; choose another scheduler"
                 )
             if not isinstance(each, LRScheduler):
@@ -210,9 +210,9 @@ def stand_in_for(optimizer: Optimizer) -> Optimizer:
 
 
 def set_by_scheduler(group: Options, built: Options) -> Options:
-    """Return the learning rate of a stand-in's `group`, and the other options that a scheduler has set in it.
+    """Return the learning rate of a stand-in's `group`, and the other options that a scheduler has set there.
 
-    Only options that `built`, the task's own group, also has are returned.
+    Options that the task's own group (`built`) does not have are omitted.
     """
     others = (group.were_set if isinstance(group, Group) else set()) & built.keys() - {"params", "lr", "initial_lr"}
     return {"lr": float(group["lr"]), **{name: group[name] for name in others}}

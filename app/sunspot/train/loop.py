@@ -48,9 +48,9 @@ def train_in_groups(config: WorkerConfig, survivor: Survivor) -> None:
 def train_in_group(config: WorkerConfig, survivor: Survivor | None = None) -> None:
     """Train in one worker group, until the run or the group ends.
 
-    Raises `GroupRestartError` if Ray starts another group. An error of `form` or `claim` is raised unchanged, and the
-    caller decides whether this process continues in the next group (`Survivor.outlives`). Any later error is raised as
-    a `RegroupError` if this process continues in the next group. Otherwise, it is recorded in storage and raised.
+    Raises `GroupRestartError` if Ray starts another group. An error while the group forms, or while it claims an
+    attempt, is raised unchanged. A later error is raised as a `RegroupError` if this process can continue in the next
+    group (`Survivor.outlives`). Otherwise, the later error is recorded in storage and raised.
     """
     with Joining(config, survivor) as joining:
         place = joining.form()

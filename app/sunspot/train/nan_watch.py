@@ -1,7 +1,7 @@
 """Detects NaN or infinite values in the loss and the weights, and decides when they end a run.
 
-The loss is checked only when the means of a metric window are read. The weights are checked only when they are saved,
-and when the mean loss of a window is not finite. Other steps therefore never wait for the device.
+The loss is checked only when the means of a metric window are read. The weights are checked only when a group starts,
+when they are saved, and when the mean loss of a window is not finite. Other steps therefore never wait for the device.
 """
 
 import math
@@ -27,7 +27,7 @@ MIN_BYTES = 2
 class NanWatch:
     """Counts consecutive metric windows whose last step has a loss that is not finite.
 
-    All workers get the same means and exchange their other findings, so that they make the same decision.
+    All workers read the same means, and tell each other what else they find, so that they make the same decision.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class NanWatch:
     def look(self, record: Mapping[str, Any], newest: list[Batch], saves: bool) -> None:
         """Check a closed metric window. All workers call this together.
 
-        `record` is the window's record. `newest` holds this worker's values from the last step of the window. If the
-        last step's loss is finite, the window is accepted. In this case, single rows caused the other values, or a
-        loss scaler skipped their steps. The weights are checked if the window's mean loss is not finite, or if the
-        state will be saved (`saves`).
+        `record` is the window's record. `newest` holds this worker's values from the window's last step. A loss that
+        is not finite counts only if it is the loss of this last step. In earlier steps, single rows may have caused
+        such a loss, or a loss scaler may have skipped the step. The weights are checked if the window's mean loss is
+        not finite, or if the state will be saved (`saves`).
         """
         losses = {name for name in names_of_losses(record) if not math.isfinite(record[name])}
         suspect = bool(losses)
@@ -82,7 +82,7 @@ class NanWatch:
 
     @property
     def _accepted(self) -> dict[str, int]:
-        """The metrics entry which records that some weights are infinite on purpose, or an empty dict."""
+        """The metrics entry that records that some weights are infinite on purpose, or an empty dict."""
         return {NAN_ACCEPTED: 1} if NAN_ACCEPTED in self.state else {}
 
     @property
@@ -91,7 +91,11 @@ class NanWatch:
         return not self.state.get(NAN_WEIGHTS)
 
     def verdict(self, last: bool) -> DivergedError | None:
-        """Return the error that should end the run now, or None. `last` is True if no step follows."""
+        """Return the error that should end the run now, or None. `last` is True if no step follows.
+
+        The run ends after `max_nan_windows` windows in a row without a finite loss. It also ends if the loss or the
+        weights are not finite at the last step. If `max_nan_windows` is 0, this always returns None.
+        """
         windows = self.state.get(NAN_WINDOWS, 0)
         if not self._limit or NAN_SINCE not in self.state or not (last or windows >= self._limit):
             return None

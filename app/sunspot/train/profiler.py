@@ -8,8 +8,8 @@ then know which steps to profile, and the chosen ranks proceed as follows:
 3. The requested steps are recorded. No epoch ends between them, so that no trace contains an evaluation.
 4. A thread writes the trace to a file, compresses it and writes it to storage, while training continues.
 
-If the group ends before these steps are recorded, the profile is dropped, and the interrupted step is repeated as
-usual. An error in the profiler ends the profile, but never the training.
+If the group ends before all requested steps are recorded, the profile is dropped, and the interrupted step is repeated
+as usual. An error in the profiler ends the profile, but never the training.
 """
 
 import gzip

@@ -140,7 +140,10 @@ class Reporter:
         self._heartbeat = time.time()
 
     def took_step(self, step: int, window: MetricWindow, epoch_ends: bool) -> None:
-        """Show the newest counted step, about once a second. The first step closes the previous group's incident."""
+        """Report that the group has completed a step. The group's first step closes the previous group's incident.
+
+        The progress is sent to the driver about once a second, and at the end of each epoch.
+        """
         self.heartbeat()
         self._warn_of_notice()
         if step >= self._status.total_steps:
@@ -211,7 +214,7 @@ class Reporter:
             self.saved_last_step()
 
     def saved_last_step(self) -> None:
-        """Record that the group ends, and that its last step is committed. The last `publish` writes this."""
+        """Record in the status that the group's last step is committed. The last `publish` writes this status."""
         self._status = replace(self._status, saved=True)
 
     def publish(self) -> None:
@@ -243,7 +246,7 @@ class Reporter:
             delete_older_statuses(self._run, self._start.attempt.number)
 
     def end(self) -> None:
-        """Record that the group is about to end. From then on, ranks' metrics are written to storage immediately."""
+        """Record that the group is about to end. From now on, ranks' metrics are written to storage immediately."""
         self._ranks.end()
 
     def gauges(self) -> RunGauges:
@@ -297,8 +300,8 @@ class Reporter:
     def _warn_of_nan(self, record: MetricRecord) -> None:
         """Report a loss that is not finite, and later that it is finite again, in the terminal and as events.
 
-        Any other metric that is not finite is reported only once. This also applies to a loss whose mean over a window
-        is not finite, if the loss of the window's last step is finite.
+        Any other value that is not finite is reported only once. This includes the mean loss of a window whose last
+        step has a finite loss.
         """
         self._nan_windows = record.get(NAN_WINDOWS, 0)
         first = record["step"] - record["steps"] + 1
@@ -321,7 +324,7 @@ class Reporter:
         self.publisher.run_now()
 
     def _warn_of_notice(self) -> str:
-        """Return the warning of `warn_of_notice`, if any. Also print the first warning, and record it as an event."""
+        """Return the warning of `warn_of_notice`, if any. The first time, also print it and record it as an event."""
         text = warn_of_notice(self._checkpoints.commit_s, self._settings.job.notice_s)
         if text and not self._warned:
             self._warned = True

@@ -1,8 +1,8 @@
 """A worker process that outlives its group, and keeps its model, optimizer and rows for the next group.
 
 Ray Train would end all workers when one is lost. Instead, the other workers form a group without the lost worker, and
-take the step again unless they had completed it. elastic/membership.py decides which workers are members. Only the lost
-process is replaced, and its replacement warms up while the others train.
+repeat the current step unless it was already complete. elastic/membership.py decides which workers are members. Only
+the lost process is replaced, and its replacement warms up while the others train.
 """
 
 import gc

@@ -34,7 +34,7 @@ def fit(
 ) -> Checkpoint | None:
     """Train until the plan is complete or a stop is requested, and return the newest checkpoint.
 
-    Returns None if the stop marker or a move ends the run before its first checkpoint.
+    Returns None if the run is stopped or moved before its first checkpoint.
 
     `note_end` is called repeatedly with the reason why the newest worker group ended, or with an empty string while a
     group trains. If an error ended the run, raises the worker's `SunspotError`, or a `SunspotError` with Ray's reason.

@@ -156,7 +156,7 @@ class StepUndo:
         return complete and not without_copy
 
     def put_back_moving(self) -> bool:
-        """Restore buffers and frozen parameters that change, and return True if all of them could be restored.
+        """Restore all buffers, and the frozen parameters that are known to change. Return True if this was possible.
 
         The result ignores buffers that are not persistent, because they are not in checkpoints and the model can
         compute them again. A buffer whose shape has changed, such as a table that grows with the rows, is left
@@ -232,9 +232,9 @@ class StepUndo:
                     self.uneven.add(name)
 
     def _moved_unseen(self) -> set[torch.nn.Parameter]:
-        """Return the parameters that changed before the optimizer's step in the second step of the run.
+        """Return the parameters whose change between the first two optimizer steps was not counted by PyTorch.
 
-        This includes changes through `.data`.
+        For example, PyTorch does not count changes through `.data`.
         """
         moved = self.stepped.moved
         return {each for each in self._parameters.values() if id(each) in moved} if moved else set()
@@ -258,8 +258,8 @@ class StepUndo:
 class OptimizerTurns:
     """Tracks which of a task's optimizers have taken their steps within the current step of the run.
 
-    An optimizer's parameters and state are copied before it takes its step, but only if another optimizer has been seen
-    to follow it. A single optimizer, or the last of several, is therefore never copied.
+    An optimizer's parameters and state are copied before it takes its step, but only if another optimizer is known to
+    take its step afterwards. A single optimizer, or the last of several, is therefore never copied.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A worker in a group, which completes each step and evaluates, saves, reports or restarts if needed.
+"""A worker in a group. After each step, the worker evaluates, saves, reports or restarts if this is due.
 
 Parameters must not change while a copy thread reads them (see `Worker.wait_before_change`).
 """
@@ -291,10 +291,10 @@ class Worker:
             warn_once(log, absent)
 
     def _end_if_diverged(self, record: MetricRecord, last: bool) -> None:
-        """Raise `DivergedError` on all workers if the loss has been NaN or infinite for too long.
+        """Raise `DivergedError` on all workers if NaN or infinite values end the run (`NanWatch.verdict`).
 
-        If no step follows (`last`), a single metric window without a finite loss is enough. Before the error is raised,
-        earlier states are written to storage. The current state is not saved.
+        `last` is True if no step follows. Before the error is raised, earlier states are written to storage. The
+        current state is not saved.
         """
         error = self._nan_watch.verdict(last)
         if error:
@@ -306,9 +306,9 @@ class Worker:
     def _drain(self) -> None:
         """Wait until the newest snapshot is committed. All workers wait together.
 
-        Call this before a state with NaN weights is saved, because its snapshot replaces a snapshot whose commit has
-        not begun.
-        The lost time does not matter, because training with NaN weights is useless.
+        Call this before a state with NaN weights is saved. Otherwise, the new snapshot would replace an earlier
+        snapshot whose commit has not begun. The lost time does not matter, because training with NaN weights is
+        useless.
         """
         with self.watchdog.paused():
             run_on_all_ranks(self._group, self.checkpoints.drain)
@@ -444,7 +444,7 @@ class Worker:
         raise restart
 
     def _drain_limit_s(self) -> float | None:
-        """Return the maximum number of seconds for the last commit or for the last output, or None for no limit."""
+        """Return how many seconds the last commit, or the last output, may take. Return None if there is no limit."""
         command = self.commands.poll()
         if command.deadline is not None:
             left_s = max(0.0, command.deadline - time.time() - DEADLINE_MARGIN_S)

@@ -98,8 +98,7 @@ class RunningSearch:
     def end_trial(self, number: int, error: str) -> None:
         """Record and print how a trial ended.
 
-        If the trial cannot be read from storage, this prints nothing. The table at the end of the search includes the
-        trial.
+        If the trial cannot be read from storage now, it appears only in the table at the end of the search.
         """
         self.errors[number] = error
         with suppress(StorageError):
@@ -162,8 +161,8 @@ class RunningSearch:
             return checkpoint
         raise SunspotError(
             f"no trial has a checkpoint with a numeric value of {settings.checkpoint_metric} "
-            "(SUNSPOT_CHECKPOINT_METRIC); set another metric and run the same command again, which promotes the best "
-            "checkpoint without training"
+            "(SUNSPOT_CHECKPOINT_METRIC); set another metric and run the same command again to promote the best "
+            "checkpoint without further training"
         )
 
     def publish_results(self) -> None:

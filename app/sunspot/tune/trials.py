@@ -96,7 +96,7 @@ def await_nodes(trials: tuple[Settings, ...], observe: Callable[[], tuple[dict[s
     deadline = time.monotonic() + NODES_TIMEOUT_S
     allocation = allocate(trials, *observe())
     if allocation.at_once < wanted:
-        print(f"  waiting up to {NODES_TIMEOUT_S:.0f} s for nodes to train {wanted} trials at a time", flush=True)
+        print(f"  waiting up to {NODES_TIMEOUT_S:.0f} s for enough nodes for {wanted} trials at a time", flush=True)
     while allocation.at_once < wanted and time.monotonic() < deadline:
         time.sleep(NODES_POLL_EVERY_S)
         allocation = allocate(trials, *observe())
@@ -350,7 +350,7 @@ class StopWhenIdle(DropOnPickle, tune.Stopper):
         self._scheduler, self._stopped = scheduler, stopped
 
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
-        """Return False, because Tune never ends a single trial."""
+        """Return False, because this stopper never ends a single trial."""
         return False
 
     def stop_all(self) -> bool:

@@ -1,6 +1,6 @@
 """Reads all runs' states with few requests, and the curves, incidents and costs of the runs on the page.
 
-A refresh lists the runs' names, a thousand per request. It then reads every live run with three or four small
+A refresh lists the runs' names, a thousand per request. It then reads every live run with three to five small
 requests. Each refresh also reads a few of the ended runs, which change only if they are submitted again.
 """
 
@@ -87,7 +87,10 @@ class AllRuns:
             self.seen[name] = replace(self.seen.get(name, RunSeen(run)), trouble=str(error))
 
     def read_curves(self, names: Sequence[str]) -> bool:
-        """Read the curves, incidents and costs of these runs if they might have changed. Raises `StorageError`."""
+        """Read the curves, incidents and costs of these runs if they might have changed, and return True.
+
+        Raises `StorageError` if the read has been aborted.
+        """
         self.curves = {name: curve for name, curve in self.curves.items() if name in self.seen}
         map_parallel(self._read_curve, [self.seen[name] for name in names if name in self.seen])
         return True

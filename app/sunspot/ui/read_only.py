@@ -25,7 +25,7 @@ MAX_VERSIONS = 200_000
 class ReadOnlyStorage(Storage):
     """A view of another storage that reads an object again only if a listing shows a new version.
 
-    It rejects all writes, even the probe with which `refresh` invalidates the NFS client's cache.
+    It rejects all writes. `refresh` therefore cannot write the probe that invalidates an NFS client's cache.
     """
 
     def __init__(self, storage: Storage, most: int = 16 << 20) -> None:

@@ -243,8 +243,8 @@ class WorkerGroup(Worker):
     max: Annotated[int, Field(ge=1)] | None = _takes("an integer >= 1")
     "Maximum number of pods in the group. Defaults to the number that NUM_WORKERS can need."
     after_s: Annotated[int, Field(ge=0)] = _takes("an integer >= 0", 300)
-    """Seconds for which earlier groups must lack nodes before this group starts. It stops once they have had enough
-    nodes for the same time."""
+    """Seconds for which the earlier groups must lack nodes before this group starts. Once the earlier groups have had
+    enough nodes for as long, this group stops."""
 
 
 class DataWorkers(Machine):
