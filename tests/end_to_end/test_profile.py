@@ -27,7 +27,7 @@ from tests.harness.waiting import wait_until
 
 
 @pytest.mark.slow
-def test_ranks_profile_the_same_steps_and_losing_a_worker_drops_the_profile(
+def test_all_ranks_profile_the_same_steps_and_losing_a_worker_drops_the_profile(
     program: Program, make_data: MakeData, ray_address: str
 ) -> None:
     run = the_run(program)

@@ -68,7 +68,7 @@ ELASTIC = {
 }
 
 
-def test_a_preemption_notice_costs_no_steps_and_a_lost_node_costs_only_a_few(
+def test_a_preemption_notice_costs_no_steps_and_a_lost_node_costs_only_a_few_steps(
     program: Program, make_data: MakeData, ray_address: str
 ) -> None:
     run = the_run(program)
@@ -288,7 +288,7 @@ def test_a_hung_rank_reports_its_stack_and_restarts(program: Program, make_data:
 
 
 @pytest.mark.slow
-def test_a_run_starts_even_if_a_listed_node_is_gone(
+def test_a_run_starts_even_if_ray_lists_a_node_that_is_gone(
     ray_address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with start_node(ray_address) as node:

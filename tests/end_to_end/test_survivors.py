@@ -43,7 +43,7 @@ SURVIVING = {**SLOW, "SURVIVORS": "auto"}
 
 
 @pytest.mark.slow
-def test_the_other_workers_keep_training_and_a_killed_worker_is_replaced(
+def test_a_killed_worker_is_replaced_while_the_other_workers_keep_training(
     program: Program, make_data: MakeData, ray_address: str
 ) -> None:
     run = the_run(program)
@@ -139,7 +139,7 @@ def test_a_suspended_worker_that_is_alone_in_its_group_is_not_restarted(
 
 
 @pytest.mark.slow
-def test_two_replacements_form_a_group_even_if_one_starts_later(
+def test_two_replacement_workers_form_a_group_even_if_they_start_at_different_times(
     program: Program, make_data: MakeData, tmp_path: Path, ray_address: str
 ) -> None:
     """The workers that trained are gone before the second replacement starts. Only the first one is prepared."""
@@ -159,7 +159,7 @@ def test_two_replacements_form_a_group_even_if_one_starts_later(
 
 
 @pytest.mark.slow
-def test_a_replacement_that_fails_to_prepare_is_replaced_while_other_workers_train(
+def test_a_replacement_that_fails_before_it_trains_is_replaced_while_other_workers_train(
     program: Program, make_data: MakeData, tmp_path: Path, ray_address: str
 ) -> None:
     run, preparing = the_run(program), {"TASK": "tests.tasks.preparing"}

@@ -101,7 +101,7 @@ def test_the_tutorial_contains_nothing_about_the_machine_that_ran_it() -> None:
     assert not re.search(rf"/tmp/|/home/|/root|\d\d:\d\d:\d\d|\b{re.escape(os.uname().nodename)}\b", str(outputs))
 
 
-def test_settings_classes_and_link_targets_in_the_tutorial_exist() -> None:
+def test_every_setting_and_class_and_link_target_in_the_tutorial_exists() -> None:
     import ray.train.torch
 
     text = "\n".join(sources("markdown"))

@@ -70,7 +70,7 @@ def test_the_accuracy_of_a_classifier_equals_the_test_accuracy_of_its_run(
     assert all((ours == theirs).all() for ours, theirs in zip(from_python, (predictions, probabilities), strict=True))
 
 
-def test_forward_passes_of_a_classifier_have_no_more_rows_than_in_its_run() -> None:
+def test_forward_passes_of_a_classifier_have_no_more_rows_than_those_of_its_run() -> None:
     passes: list[int] = []
 
     def predict(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -143,7 +143,7 @@ def test_checkpoints_can_be_loaded_with_any_number_of_replicas(groups: Path) -> 
     assert_close(load_model(run, final), load_model(*of(groups, "ddp")), **TOLERANCE)
 
 
-def test_replicas_divide_the_writing_of_each_shard(groups: Path) -> None:
+def test_replicas_share_the_work_of_writing_each_shard(groups: Path) -> None:
     run, early = of(groups, "hsdp", 2)
     pieces = read_index(run, early)
     by_rank = [{piece.name for piece in pieces if piece.file.startswith(f"__{rank}_")} for rank in range(4)]
@@ -171,7 +171,7 @@ def test_the_last_checkpoint_of_a_sharded_run_also_has_the_model_in_one_file(gro
         pytest.param("adjacent", 0, id="the neighboring node is lost, too, so no copy exists"),
     ],
 )
-def test_a_group_that_loses_a_node_continues_from_its_in_memory_copy(name: str, step: int, groups: Path) -> None:
+def test_a_group_that_loses_a_node_continues_from_a_copy_in_memory(name: str, step: int, groups: Path) -> None:
     """Node b of three is lost. Two steps later, the weights equal those of an undisturbed group."""
     lost, uninterrupted = (torch.load(groups / f"{each}.pt") for each in (name, "uninterrupted"))
     assert lost["from"] == step
@@ -321,7 +321,9 @@ def piece_at(shape: list[int], offset: list[int], lengths: list[int]) -> Piece:
         pytest.param(6, [(0, 3), (2, 1), (4, 2)], id="an overlap is as large as a gap"),
     ],
 )
-def test_parts_must_contain_each_value_exactly_once(rows: int, parts: list[tuple[int, int]]) -> None:
+def test_the_parts_of_a_checkpoint_must_contain_each_value_exactly_once(
+    rows: int, parts: list[tuple[int, int]]
+) -> None:
     pieces = [piece_at([rows, 4], [begin, 0], [length, 4]) for begin, length in parts]
     with pytest.raises(
         DamageError, match=rf"do not contain each of the {4 * rows} values of model\.weight exactly once"
@@ -329,7 +331,7 @@ def test_parts_must_contain_each_value_exactly_once(rows: int, parts: list[tuple
         make_metadata(pieces)
 
 
-def test_parts_that_contain_each_value_once_are_accepted() -> None:
+def test_checkpoint_parts_that_contain_each_value_once_are_accepted() -> None:
     make_metadata([piece_at([3, 4], [2, 0], [1, 4]), piece_at([3, 4], [0, 0], [2, 4])])
     make_metadata(
         [piece_at([2, 3], [0, 0], [1, 2]), piece_at([2, 3], [1, 0], [1, 2]), piece_at([2, 3], [0, 2], [2, 1])]
@@ -493,7 +495,7 @@ def test_a_checkpoint_with_a_missing_shard_is_not_committed(
 
 
 @pytest.mark.parametrize("weights", ["pt", "safetensors"])
-def test_a_checkpoint_with_a_misplaced_shard_is_neither_committed_nor_tried_again(
+def test_the_commit_of_a_checkpoint_with_a_misplaced_shard_fails_and_is_not_retried(
     weights: str, run: Run, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
 ) -> None:
     halves = Halves(run, monkeypatch, set_constants, weights=weights)
@@ -517,7 +519,7 @@ def test_other_ranks_can_take_longer_than_rank_0_to_write_their_shards(
     assert [checkpoint.step for checkpoint in list_checkpoints(run)] == [1]
 
 
-def test_the_commit_waits_for_a_late_shard_and_writes_it_once(
+def test_the_commit_waits_for_a_late_shard_and_each_shard_is_written_once(
     run: Run, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
 ) -> None:
     written, write_part = list[int](), ShardWriter.write_part
@@ -541,7 +543,7 @@ def test_the_commit_waits_for_a_late_shard_and_writes_it_once(
     assert sorted(written) == [0, 1]
 
 
-def test_repeated_layers_are_gathered_as_blocks() -> None:
+def test_find_blocks_yields_the_large_items_of_containers() -> None:
     model = gpt.build_model(settings_of(**FSDP), SimpleNamespace(classes=256))
     assert list(find_blocks(model)) == list(model.blocks)
     small = nn.Sequential(nn.Linear(10, 10), nn.Sequential(nn.Linear(200, 200), nn.Linear(10, 10)))
@@ -617,7 +619,9 @@ GPT = {
 
 
 @pytest.mark.slow
-def test_a_killed_run_continues_at_a_different_world_size_and_matches_ddp(program: Program, tmp_path: Path) -> None:
+def test_a_killed_fsdp_run_continues_at_a_different_world_size_and_matches_a_ddp_run(
+    program: Program, tmp_path: Path
+) -> None:
     text = tmp_path / "text"
     text.write_bytes(read_text(REFERENCE)[:150_000])
     # The run continues from storage, as if its nodes were gone, too. From memory, unwritten records would be missing.

@@ -50,7 +50,9 @@ def history(program: Program, name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_model_learns_the_same_with_and_without_lightning(program: Program, make_data: MakeData) -> None:
+def test_a_run_with_lightning_takes_the_same_steps_as_a_run_without_lightning(
+    program: Program, make_data: MakeData
+) -> None:
     # 123 rows in batches of 20: the seventh step of an epoch has 3 rows, enough for one worker only.
     settings = {"DATASET": make_data(123, test_rows=31), "GLOBAL_BATCH_SIZE": 20, "MAX_STEPS": 12}
     settings |= {"CHECKPOINT_EVERY_STEPS": 1, "CHECKPOINTS_TO_KEEP": 99}
@@ -101,7 +103,7 @@ def test_a_killed_lightning_run_resumes_at_a_different_world_size(program: Progr
 
 
 @pytest.mark.slow
-def test_a_lightning_run_restarts_after_a_notice_and_can_be_stopped(
+def test_a_lightning_run_restarts_after_a_preemption_notice_and_can_be_stopped(
     program: Program, make_data: MakeData, ray_address: str
 ) -> None:
     settings = {
@@ -177,7 +179,7 @@ def test_learning_rates_equal_those_in_lightning_itself() -> None:
     assert found == pytest.approx(module.rates, rel=1e-12)
 
 
-def test_counters_in_parameter_groups_are_kept_when_a_schedule_begins(source: EmptySource) -> None:
+def test_a_schedule_keeps_the_counters_in_the_parameter_groups_of_an_optimizer(source: EmptySource) -> None:
     """Prodigy and schedule-free optimizers have such counters."""
     from sunspot.adapters.lightning import LightningTask
     from tests.tasks import spoiled_lightning

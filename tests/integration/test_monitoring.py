@@ -273,7 +273,7 @@ def test_prometheus_can_parse_the_queries_of_the_dashboard(tmp_path: Path) -> No
     ("every_s", "steps_s", "commit_s", "interval_s"),
     [(60, 500, 1, 60), (0, 500, 1, 500), (60, 20, 1, 20), (60, 500, 90, 90)],
 )
-def test_the_checkpoint_interval_is_never_shorter_than_a_commit(
+def test_the_checkpoint_interval_is_never_shorter_than_the_duration_of_a_commit(
     every_s: float, steps_s: float, commit_s: float, interval_s: float
 ) -> None:
     assert checkpoint_interval(every_s, steps_s, commit_s) == interval_s

@@ -188,7 +188,7 @@ def test_a_group_restarts_to_scale_up() -> None:
     assert cluster.run_for(60, group(1, "a"), A, B) == [(SETTLED_S + 20, "scale_up: 1 -> 2 workers")]
 
 
-def test_a_group_restarts_only_for_whole_replicas() -> None:
+def test_a_group_restarts_only_to_add_whole_replicas() -> None:
     nodes = [node(name, CPU=2.0, spot=2.0) for name in "abc"]
     cluster = FakeCluster(WorkerRange(4, 8, multiple=4))
     running = group(1, "a", "a", "b", "b")
@@ -231,7 +231,7 @@ def test_a_node_that_comes_and_goes_causes_no_restart() -> None:
         assert cluster.run_for(4, group(1, "a"), A, B) + cluster.run_for(2, group(1, "a"), A) == []
 
 
-def test_scaling_up_backs_off_while_it_fails() -> None:
+def test_failed_attempts_to_scale_up_are_repeated_at_increasing_intervals() -> None:
     cluster = FakeCluster(WorkerRange(1, 3))
     tried = [
         cluster.now + after for attempt in range(1, 601) for after, _ in cluster.run_for(10, group(attempt, "a"), A, B)
@@ -322,7 +322,7 @@ def reserved(requester: str, per_worker: dict[str, float]) -> dict[str, int]:
 
 
 @pytest.mark.slow
-def test_a_group_restarts_when_nodes_join_are_preempted_or_are_lost(
+def test_a_group_restarts_if_a_node_joins_or_is_preempted_or_is_lost(
     no_coordinator: None, ray_address: str, set_constants: SetConstants
 ) -> None:
     set_constants(elastic_nodes, SETTLED_S=1.0)

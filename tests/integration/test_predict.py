@@ -61,7 +61,7 @@ def read_all(output: str | Path) -> pa.Table:
 # --------------------------------------------------------------------------------------------------------------- images
 
 
-def test_the_actor_predicts_like_the_model_and_is_stopped_afterwards(
+def test_a_model_worker_makes_the_same_predictions_as_a_classifier_and_is_stopped_afterwards(
     finished_run: FinishedRun, ray_address: str
 ) -> None:
     images = finished_run.rows()["image"][:5]

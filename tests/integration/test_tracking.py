@@ -209,7 +209,7 @@ def test_a_failing_tracking_process_is_reported_immediately(
 # ----------------------------------------------------------------------------------------------------------- deliveries
 
 
-def test_all_metrics_are_delivered_exactly(
+def test_the_tracking_service_receives_exactly_the_metrics_in_the_history(
     run: Run, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained(run)
@@ -266,7 +266,9 @@ def test_metrics_are_sent_once_and_only_after_the_next_checkpoint(run: Run, serv
     assert shown.data.tags["sunspot.attempts"] == "2"
 
 
-def test_only_one_tracking_run_is_used_after_crashes(run: Run, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_has_only_one_tracking_run_despite_crashes(
+    run: Run, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trained(run)
     deliver(run, "one")
     # The process ended after it had created the tracking run, but before it stored the ID.
@@ -471,7 +473,7 @@ def test_a_restarted_tracking_server_receives_the_complete_run(
 
 
 @pytest.mark.slow
-def test_a_run_succeeds_without_the_tracking_server_and_can_be_delivered_later(
+def test_a_run_succeeds_without_the_tracking_server_and_its_history_can_be_delivered_later(
     program: Program, make_data: MakeData, mlflow_server: Server, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     data = make_data(500)

@@ -419,7 +419,7 @@ def test_stacks_are_shortened_and_begin_with_the_training_thread() -> None:
     assert found.stacks.startswith('Training thread (most recent call first):\n  File "/w/recursive.py"')
 
 
-def test_a_rank_without_stacks_is_still_described() -> None:
+def test_a_hang_is_described_even_if_no_stacks_were_recorded() -> None:
     assert describe(ABOUT, "", 1300).detail == "rank 1: no step for 300 s"
 
 

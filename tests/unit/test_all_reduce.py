@@ -90,7 +90,7 @@ def test_networks_that_are_slow_or_use_tcp_cause_a_warning(
 
 
 @pytest.mark.parametrize("network", ["Socket", "IB", "AWS Libfabric", ""])
-def test_the_network_is_read_from_the_nccl_log(network: str, tmp_path: Path) -> None:
+def test_the_name_of_the_network_is_read_from_the_nccl_log(network: str, tmp_path: Path) -> None:
     log = tmp_path / "nccl"
     lines = ["node:1:1 [0] NCCL INFO NET/IB : No device found.", f"node:1:1 [0] NCCL INFO Using network {network}"]
     log.write_text("\n".join([*lines, "node:1:1 [0] NCCL INFO ncclCommInitRankConfig comm 0x1"] if network else []))

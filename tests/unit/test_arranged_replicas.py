@@ -24,7 +24,9 @@ def names(arranged: list[Member]) -> list[str]:
 
 
 @given(st.data())
-def test_as_many_replicas_as_possible_form_and_members_with_a_state_keep_their_shards(data: st.DataObject) -> None:
+def test_as_many_replicas_as_possible_are_formed_and_members_with_a_state_keep_their_shards(
+    data: st.DataObject,
+) -> None:
     nodes = data.draw(st.lists(st.sampled_from("abc"), max_size=9))
     degree = data.draw(st.integers(1, 3))
     everyone = [Member(f"{node}{number}", node) for number, node in enumerate(nodes)]
@@ -54,7 +56,7 @@ def test_a_replica_forms_across_nodes_if_no_node_has_all_shards() -> None:
     assert names(arrange(everyone, shards, dict.fromkeys(everyone, 5.0), DEGREE)) == ["b2", "a1"]
 
 
-def test_a_process_that_has_waited_gets_its_former_shard_again() -> None:
+def test_a_process_that_has_waited_for_a_group_gets_its_former_shard_again() -> None:
     waited, newcomer = members("a1", "a2")
     assert names(arrange([newcomer, waited], {waited: 0}, {}, DEGREE)) == ["a1", "a2"]
     assert names(arrange([newcomer, waited], {waited: 1}, {}, DEGREE)) == ["a2", "a1"]
@@ -113,7 +115,7 @@ def test_the_workers_of_two_broken_replicas_continue_as_one_replica() -> None:
 
 
 @pytest.mark.parametrize("steps", [(6, 5, 5), (5, 6, 6)])
-def test_the_members_that_continue_hold_all_shards_of_the_same_step(steps: tuple[int, ...]) -> None:
+def test_a_group_is_formed_of_members_whose_shards_belong_to_the_same_step(steps: tuple[int, ...]) -> None:
     """Otherwise, nobody could continue, because shards of different steps do not form a state."""
     membership = Membership(4, DEGREE)
     for uid in ("a1", "a2", "a3", "a4"):

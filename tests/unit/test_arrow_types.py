@@ -60,7 +60,7 @@ def codes_of_json(value: Any) -> list[int]:
 
 @pytest.mark.parametrize("stored", [pa.string(), pa.large_string(), pa.string_view()], ids=str)
 @pytest.mark.parametrize("form", [plain, dictionary, runs])
-def test_text_of_any_type_is_read(tmp_path: Path, form: Any, stored: pa.DataType) -> None:
+def test_text_of_any_arrow_type_is_read(tmp_path: Path, form: Any, stored: pa.DataType) -> None:
     values = form(["b", "a"], stored)
     assert read(tmp_path / "label", values, Column("int64"))["label"].tolist() == [1, 0, 0]
     found = read(tmp_path / "decoded", values, Column("int64", longest=2, decode=codes))
@@ -69,14 +69,14 @@ def test_text_of_any_type_is_read(tmp_path: Path, form: Any, stored: pa.DataType
 
 @pytest.mark.parametrize("stored", [pa.binary(), pa.large_binary(), pa.binary_view()], ids=str)
 @pytest.mark.parametrize("form", [plain, dictionary, runs])
-def test_encoded_images_of_any_type_are_read(tmp_path: Path, form: Any, stored: pa.DataType) -> None:
+def test_encoded_images_of_any_arrow_type_are_read(tmp_path: Path, form: Any, stored: pa.DataType) -> None:
     pictures = form([png(3, 4), png(3, 4)], stored)
     save_dataset(tmp_path / "saved", [pa.table({"image": pictures, "label": [0, 1, 1]})])
     assert everything(open_images(str(tmp_path / "saved")))["image"].shape == (3, 3, 3, 4)
 
 
 @pytest.mark.parametrize("form", [plain, dictionary, runs])
-def test_numbers_in_any_form_are_read(tmp_path: Path, form: Any) -> None:
+def test_numbers_in_any_arrow_encoding_are_read(tmp_path: Path, form: Any) -> None:
     assert read(tmp_path, form([7, 8], pa.int16()), Column())["label"].tolist() == [7, 8, 8]
 
 
@@ -85,7 +85,7 @@ def test_numbers_in_any_form_are_read(tmp_path: Path, form: Any) -> None:
     [pa.list_(pa.int8()), pa.large_list(pa.int8()), pa.list_(pa.int8(), 2), pa.list_view(pa.int8())],
     ids=str,
 )
-def test_lists_of_any_type_are_read(tmp_path: Path, stored: pa.DataType) -> None:
+def test_lists_of_any_arrow_type_are_read(tmp_path: Path, stored: pa.DataType) -> None:
     values = plain([[1, 2], [3, 4]], stored)
     assert read(tmp_path / "fixed", values, Column(shape=(2,)))["label"].tolist() == [[1, 2], [3, 4], [3, 4]]
     assert read(tmp_path / "longest", values, Column(longest=2))["label_length"].tolist() == [2, 2, 2]

@@ -82,7 +82,7 @@ class Autoscaler:
         return made, [request.instance_type for request in reply.to_terminate]
 
 
-def test_pods_of_a_different_group_replace_pending_pods(job: Rendered) -> None:
+def test_pods_of_one_group_are_requested_while_pods_of_another_group_are_pending(job: Rendered) -> None:
     autoscaler = Autoscaler(job)
     assert autoscaler.decide(spot=4, paid=0) == ({SPOT: 4}, [])
     autoscaler.add(SPOT, 4, Instance.ALLOCATED)

@@ -163,7 +163,7 @@ def test_weights_that_change_before_the_optimizer_step_are_reported(
     assert "1 parameter changed outside of the optimizer's step, such as head.weight: " in caplog.text
 
 
-def test_unread_arguments_and_misspelled_functions_are_reported(
+def test_unread_task_arguments_and_misspelled_functions_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     reads = TASK.replace("return Net()", 'settings.task_args.get("hidden"); return Net()')

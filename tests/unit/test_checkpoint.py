@@ -421,7 +421,7 @@ def test_a_retry_does_not_rewrite_a_committed_checkpoint(
 @pytest.mark.parametrize(
     ("last", "steps"), [("upload_state", [1]), ("expired", [1, 2])], ids=["before its manifest", "before it deletes"]
 )
-def test_a_superseded_process_neither_commits_nor_deletes(
+def test_a_superseded_process_neither_commits_nor_deletes_checkpoints(
     last: str, steps: list[int], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = Trainee(run, checkpoints_to_keep=1)

@@ -100,7 +100,7 @@ def test_a_copied_run_is_verified_by_hashing_its_files(run: Run, sunspot: Storag
     assert len(digests) == 4
 
 
-def test_files_without_recorded_versions_are_hashed_each_time(
+def test_files_without_recorded_versions_are_hashed_whenever_checkpoints_are_listed(
     run: Run, sunspot: StorageCommand, digests: list[str]
 ) -> None:
     checkpoint = commit(run, start(run, "job"), 3)

@@ -161,7 +161,7 @@ def predicting_task() -> Task:
     return Task(SimpleNamespace(predict=lambda model, batch: None), Settings())
 
 
-def test_the_plan_counts_unread_files(tmp_path: Path) -> None:
+def test_the_plan_says_how_many_files_were_not_read(tmp_path: Path) -> None:
     files = ["cat/a.png", "dog/a.png", *(f"cat/{number}.heic" for number in range(8)), "dog/n.txt", "b.png"]
     location = put_files(tmp_path, *files, ".thumbs/a.png", "dog/.ipynb_checkpoints/a.png", "cat/0001")
     (tmp_path / "cat" / "c.png").symlink_to("nowhere")
@@ -192,7 +192,7 @@ def test_a_single_class_is_rejected_only_if_the_task_predicts_classes(tmp_path: 
     assert rows_in(make_plan(settings, Task(SimpleNamespace(), settings)).source) == 2
 
 
-def test_folders_to_predict_need_not_match_the_classes_of_the_model(tmp_path: Path) -> None:
+def test_the_folders_of_images_to_predict_need_not_be_named_after_classes(tmp_path: Path) -> None:
     location = put_files(tmp_path, "new/today/a.png", "new/yesterday/a.png", "empty/", "old/a.heic")
     model = ModelData((3, 4, 5), 2, ("cat", "dog"), scales=True)
     train, _ = find_sources(PredictionSettings.of(Settings(dataset=location), model))

@@ -205,7 +205,7 @@ def test_a_missing_run_is_reported(sunspot: StorageCommand, verb: list[str]) -> 
     assert answer.err == f"error: no run runn in {sunspot.storage}; it contains run\n"
 
 
-def test_similar_run_names_are_listed_first(sunspot: StorageCommand, tmp_path: Path) -> None:
+def test_the_error_for_an_unknown_run_lists_similar_names_first(sunspot: StorageCommand, tmp_path: Path) -> None:
     for name in ("mnist-1", "mnist-2", "other", "a", "b", "c"):
         begin(open_run(str(tmp_path), name))
     (tmp_path / "not-a-run").mkdir()
@@ -443,7 +443,9 @@ def test_writing_parquet_with_the_json_option_reports_the_written_file(
     assert sunspot("metrics", empty.name, "--parquet", str(file)).out == f"{file}: 0 records, 0 columns\n"
 
 
-def test_numbers_missing_from_some_ranks_are_null(run: Run, sunspot: StorageCommand, tmp_path: Path) -> None:
+def test_numbers_that_some_ranks_did_not_record_are_null_in_parquet(
+    run: Run, sunspot: StorageCommand, tmp_path: Path
+) -> None:
     old, new = {"rows": 3}, {"rows": 2, "forward_s": 0.5, "throttled_s": None}
     records = [{"step": 1, "loss": 1, "ranks": [old]}, {"step": 2, "loss": 0.5, "ranks": [new, old]}]
     report(run, start(run, "job"), *records)
@@ -662,7 +664,7 @@ def test_the_audit_reports_a_missing_receipt_even_without_recorded_rows(run: Run
     assert "1 receipt missing" in proved.err
 
 
-def test_an_attempt_that_starts_from_memory_is_not_reported_as_damage_or_loss(
+def test_a_start_from_a_copy_in_memory_is_not_reported_as_a_damaged_or_lost_checkpoint(
     run: Run, sunspot: StorageCommand
 ) -> None:
     """The run continues from step 4 of attempt 1, but storage has only its step 2."""

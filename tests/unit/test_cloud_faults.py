@@ -115,7 +115,7 @@ def test_an_object_replaced_after_its_listing_is_not_deleted(cloud: Cloud) -> No
 
 
 @pytest.mark.parametrize("fault", [s3.reset, s3.carry_out_then_reset, s3.stall, s3.answer(503, "ServerBusy")])
-def test_a_failed_part_is_sent_again(cloud: Cloud, fault: s3.Fault) -> None:
+def test_a_failed_upload_of_a_part_is_repeated(cloud: Cloud, fault: s3.Fault) -> None:
     content = pattern(5 * MIB + 1) if cloud.part == MIB else pattern(2 * cloud.part + 1)
     cloud.proxy.on(cloud.is_part, fault, times=1)
     writer = write(cloud.storage, content)
@@ -147,7 +147,7 @@ def test_a_failed_upload_leaves_no_object(cloud: Cloud, kind: str) -> None:
     assert_nothing_left(cloud.storage)
 
 
-def test_a_part_damaged_in_transit_is_rejected(cloud: Cloud) -> None:
+def test_an_uploaded_part_damaged_in_transit_is_rejected(cloud: Cloud) -> None:
     cloud.proxy.on(cloud.is_part, s3.damage(s3.pass_on if cloud.part == MIB else s3.refuse_damage))
     with pytest.raises(StorageError, match="cannot upload"):
         write(cloud.storage, pattern(3 * cloud.part))
@@ -247,7 +247,7 @@ def test_damaged_bytes_raise_an_error_even_if_google_accepts_them() -> None:
         put(blob, b"content", {})
 
 
-def test_many_parts_are_composed_in_order(google_bucket: str, set_constants: SetConstants) -> None:
+def test_google_composes_many_parts_in_order(google_bucket: str, set_constants: SetConstants) -> None:
     set_constants(bucket, PART=1 << 10)
     storage, content = open_storage(f"gs://{google_bucket}"), pattern(70 << 10)
     write(storage, content)

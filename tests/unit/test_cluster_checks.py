@@ -144,7 +144,7 @@ def test_storage_is_checked_even_if_the_cluster_is_unreachable(
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_this_machine_is_checked_if_there_is_no_kubeconfig(
+def test_doctor_checks_the_local_machine_if_there_is_no_kubeconfig(
     installed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not installed:
@@ -519,7 +519,7 @@ def test_doctor_warns_if_a_bucket_keeps_deleted_objects(sunspot: Command, fit: F
 @pytest.mark.parametrize(
     ("prefix", "status", "drops"), [("runs/", "Enabled", True), ("other/", "Enabled", False), ("", "Disabled", False)]
 )
-def test_only_lifecycle_rules_for_the_storage_prefix_count(
+def test_only_enabled_lifecycle_rules_for_the_storage_prefix_are_considered(
     s3_bucket: str, prefix: str, status: str, drops: bool
 ) -> None:
     rule = {"ID": "x", "Status": status, "Filter": {"Prefix": prefix}}
@@ -640,7 +640,7 @@ def test_doctor_says_why_the_network_between_nodes_is_not_tested(
     assert told.get(why, "let pods reach only pods of their own run") in said["seen"]
 
 
-def test_probe_workers_run_on_spot_nodes_for_a_spot_profile() -> None:
+def test_the_probe_pod_for_workers_runs_on_spot_nodes_with_a_spot_profile() -> None:
     manifest = render("gke-spot", {"RUN_NAME": "run"}).manifest
     head, worker = (make_pod(manifest, kind, "x")["spec"] for kind in ("head", "worker"))
     assert worker["nodeSelector"] == {"cloud.google.com/gke-spot": "true", **OF_THE_IMAGE}

@@ -49,7 +49,7 @@ def test_converted_mnist_equals_the_original(tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def test_a_large_dataset_gets_several_files(tmp_path, set_constants):
+def test_a_large_dataset_is_converted_to_several_files(tmp_path, set_constants):
     set_constants(convert, FILE_BYTES=2 * 2048 * 16)
     images = put_mnist(tmp_path / "data")
     convert.convert_mnist(str(tmp_path / "data"), str(tmp_path / "out"))

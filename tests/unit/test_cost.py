@@ -304,7 +304,7 @@ def test_invalid_prices_in_a_profile_are_rejected(
     assert message in str(refused.value)
 
 
-def test_prices_for_an_existing_cluster_come_from_the_setting() -> None:
+def test_prices_for_an_existing_cluster_come_from_the_prices_setting() -> None:
     prices = '{"head": {"price": 1}}'
     job = render("kind", {"PRICES": prices}, cluster="shared")
     assert load_settings(settings_of(job.manifest)).job.prices["head"].price == 1.0

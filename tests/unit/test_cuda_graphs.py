@@ -98,7 +98,7 @@ def train(model: nn.Module, take_step: Callable[[nn.Module, list[torch.Tensor]],
 
 
 @pytest.mark.parametrize("take_step", [step_once, call_twice, accumulate, discard_pass, evaluate_between])
-def test_training_with_graphs_gives_the_same_weights_and_buffers(
+def test_training_with_cuda_graphs_gives_the_same_weights_and_buffers(
     take_step: Callable[[nn.Module, list[torch.Tensor]], None],
 ) -> None:
     model = Mlp()
@@ -112,7 +112,7 @@ def test_training_with_graphs_gives_the_same_weights_and_buffers(
 
 
 @pytest.mark.parametrize("fault", [1.5, float("nan")])
-def test_a_graph_with_wrong_gradients_is_not_used(fault: float, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cuda_graph_with_wrong_gradients_is_not_used(fault: float, capsys: pytest.CaptureFixture[str]) -> None:
     model = Mlp()
     expected = train(copy.deepcopy(model), step_once)
     graphs = FakeGraphs(fault)
@@ -123,7 +123,7 @@ def test_a_graph_with_wrong_gradients_is_not_used(fault: float, capsys: pytest.C
     assert "graph of the model for inputs of shape 6x4: not used, because its results differ" in capsys.readouterr().out
 
 
-def test_a_model_that_cannot_be_captured_trains_without_a_graph(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_cannot_be_captured_trains_without_a_cuda_graph(capsys: pytest.CaptureFixture[str]) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
@@ -136,7 +136,7 @@ def test_a_model_that_cannot_be_captured_trains_without_a_graph(capsys: pytest.C
     )
 
 
-def test_a_model_with_hooks_gets_no_graph(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_with_hooks_gets_no_cuda_graph(capsys: pytest.CaptureFixture[str]) -> None:
     model = Mlp()
     model[0].register_forward_hook(lambda *_: None)
     graphs = FakeGraphs()
@@ -155,7 +155,7 @@ def test_a_model_with_hooks_gets_no_graph(capsys: pytest.CaptureFixture[str]) ->
         (Settings(graph="auto", recompute="blocks"), "cuda", "SUNSPOT_RECOMPUTE=blocks runs blocks again"),
     ],
 )
-def test_the_reason_why_no_graphs_are_used_is_printed(
+def test_the_reason_why_no_cuda_graphs_are_used_is_printed(
     settings: Settings, device: str, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = Mlp()
@@ -164,7 +164,7 @@ def test_the_reason_why_no_graphs_are_used_is_printed(
     assert f"SUNSPOT_GRAPH=auto: CUDA graphs are not used, because {reason}" in capsys.readouterr().out
 
 
-def test_a_model_on_a_gpu_gets_graphs() -> None:
+def test_a_model_on_a_gpu_gets_cuda_graphs() -> None:
     model = Mlp()
     use_graphs(model, Settings(graph="auto"), torch.device("cuda"))
     assert isinstance(model.forward, GraphedForward)

@@ -433,7 +433,7 @@ def test_held_out_rows_must_match_the_training_rows(tmp_path):
 # ------------------------------------------------------------------------------------------------------- bundled digits
 
 
-def test_the_sample_has_all_digits_in_both_splits():
+def test_the_sample_dataset_contains_every_digit_in_both_splits():
     train, test = find_sources(Settings(dataset="sample"))
     assert train.shape == test.shape == (1, 28, 28)
     assert train.classes == test.classes == 10
@@ -444,7 +444,7 @@ def test_the_sample_has_all_digits_in_both_splits():
     assert np.bincount(everything(test)["label"]).tolist() == [200] * 10
 
 
-def test_the_sample_matches_its_description():
+def test_the_sample_dataset_matches_its_description():
     content = SAMPLE.read_bytes()
     note = SAMPLE.with_name("SAMPLE.md").read_text()
     assert hashlib.sha256(content).hexdigest() in note
@@ -453,7 +453,7 @@ def test_the_sample_matches_its_description():
 
 
 @needs_mnist
-def test_rebuilding_the_sample_gives_the_same_rows(tmp_path):
+def test_rebuilding_the_sample_dataset_gives_the_same_rows(tmp_path):
     from scripts.make_sample import make_sample
 
     make_sample(str(MNIST_ROOT), tmp_path / "sample.parquet")

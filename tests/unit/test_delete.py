@@ -528,7 +528,7 @@ def test_an_interrupted_deletion_is_reported(sunspot: Command, run: Run, monkeyp
     assert "run was only partly deleted. Remaining: " in sunspot.err
 
 
-def test_a_deleted_name_can_be_used_again(sunspot: Command, run: Run) -> None:
+def test_the_name_of_a_deleted_run_can_be_used_again(sunspot: Command, run: Run) -> None:
     fill(run)
     assert sunspot("delete", "run", "--yes") == 0
     attempt = start(begin(run), "another")

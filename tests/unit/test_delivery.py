@@ -90,7 +90,9 @@ def test_a_driver_that_has_not_claimed_the_run_delivers_nothing(
     assert service.closed == []
 
 
-def test_a_record_is_delivered_once_while_a_run_moves(run: Run, first: Attempt, service: type[MemoryService]) -> None:
+def test_each_record_is_delivered_once_although_the_run_moves(
+    run: Run, first: Attempt, service: type[MemoryService]
+) -> None:
     old, new = deliveries(run)
     assert old.deliver()
     save(run, first, 15)
@@ -109,7 +111,7 @@ def test_a_record_is_delivered_once_while_a_run_moves(run: Run, first: Attempt, 
     assert service.closed == [None, RunState.SUCCEEDED], "the move does not end the tracking run"
 
 
-def test_a_delivery_ends_before_the_next_driver_has_claimed_a_run_that_moves(
+def test_the_driver_of_a_moving_run_ends_its_delivery_before_the_next_driver_claims_the_run(
     run: Run, first: Attempt, service: type[MemoryService]
 ) -> None:
     old, new = deliveries(run)
@@ -124,7 +126,7 @@ def test_a_delivery_ends_before_the_next_driver_has_claimed_a_run_that_moves(
     assert service.steps == [5, 10, 15]
 
 
-def test_a_claim_between_two_requests_ends_the_old_delivery(
+def test_a_delivery_ends_if_another_driver_claims_the_run_between_two_requests(
     run: Run, first: Attempt, service: type[MemoryService], set_constants: SetConstants
 ) -> None:
     set_constants("sunspot.tracking.delivery", RECORDS_AT_ONCE=1)
@@ -143,7 +145,7 @@ def test_a_claim_between_two_requests_ends_the_old_delivery(
     assert service.steps == [5, 10]
 
 
-def test_a_driver_does_not_wait_for_a_lost_delivery_forever(
+def test_a_driver_does_not_wait_forever_for_the_delivery_of_a_lost_driver(
     run: Run, first: Attempt, service: type[MemoryService], set_constants: SetConstants
 ) -> None:
     old, new = deliveries(run)
@@ -161,7 +163,7 @@ def test_a_driver_does_not_wait_for_a_lost_delivery_forever(
     assert (read_delivered(run, "mlflow").step, read_delivered(run, "mlflow").driver) == (15, "")
 
 
-def test_a_delivery_by_hand_completes_the_turn_of_a_lost_driver(
+def test_delivering_by_hand_completes_the_delivery_of_a_lost_driver(
     run: Run, first: Attempt, service: type[MemoryService]
 ) -> None:
     old, _ = deliveries(run)

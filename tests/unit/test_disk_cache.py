@@ -135,7 +135,7 @@ def test_files_on_disk_are_not_cached(tmp_path: Path, cache_folder: Path) -> Non
     assert not cache_folder.exists()
 
 
-def test_errors_of_the_bucket_are_raised_and_nothing_incomplete_is_kept(
+def test_errors_of_the_bucket_are_raised_and_the_cache_keeps_no_incomplete_entry(
     s3_bucket: str, s3_proxy: FaultProxy, cache_folder: Path
 ) -> None:
     url = f"s3://{s3_bucket}"
@@ -240,7 +240,7 @@ DiskCache({str(tmp_path)!r}, 1 << 20).read("a", fetch)
 
 
 @given(sizes=st.lists(st.integers(0, 6 * DISK_BLOCK), max_size=20), limit=st.integers(1, 12))
-def test_entries_never_take_more_than_the_limit(
+def test_the_cache_never_uses_more_disk_space_than_its_limit(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], limit: int
 ) -> None:
     folder = tmp_path_factory.mktemp("cache")
@@ -271,7 +271,7 @@ def test_the_least_recently_used_entries_are_removed_first(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("recorded", ["", "x", "-1"])
-def test_the_size_is_counted_again_if_its_record_is_damaged(tmp_path: Path, recorded: str) -> None:
+def test_a_damaged_record_of_the_cache_size_is_replaced(tmp_path: Path, recorded: str) -> None:
     bucket = Bucket()
     cache = DiskCache(str(tmp_path), limit=10 * ON_DISK)
     bucket.read(cache, "a")
@@ -328,7 +328,7 @@ def test_a_folder_that_cannot_be_created_turns_the_cache_off(tmp_path: Path, war
     assert "Not a directory" in warned[0]
 
 
-def test_a_process_killed_while_it_writes_leaves_no_entry(tmp_path: Path) -> None:
+def test_a_process_killed_while_it_writes_an_entry_leaves_no_entry_in_the_cache(tmp_path: Path) -> None:
     program = f"""
 import os
 from sunspot.data import disk_cache

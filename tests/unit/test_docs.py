@@ -78,7 +78,7 @@ def test_no_page_names_a_repository_that_does_not_exist() -> None:
 
 
 @pytest.mark.parametrize("cloud", ["gke", "eks", "aks"])
-def test_the_documented_steps_for_each_cloud_render_and_parse(
+def test_the_documented_profile_and_commands_for_each_cloud_are_valid(
     cloud: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     profile = tmp_path / f"{cloud}.yaml"

@@ -877,7 +877,7 @@ def test_doctor_reports_a_checkpoint_that_is_too_old(
     assert "checkpoint too old" not in found, "that is why"
 
 
-def test_doctor_reports_a_save_that_takes_longer_than_the_notice(run: Run, sunspot: Command) -> None:
+def test_doctor_reports_a_save_that_takes_longer_than_the_preemption_notice(run: Run, sunspot: Command) -> None:
     trains(run, warning="a checkpoint takes 40 s to commit", save_s=40.0, notice_s=27.0)
     notice = findings(sunspot)["save exceeds notice"]
     assert (notice["save_s"], notice["notice_s"]) == (40.0, 27.0)
@@ -991,7 +991,7 @@ def test_a_rejected_credential_is_the_first_finding_for_a_cluster_run(
 
 
 @pytest.mark.parametrize(("state", "code"), [(RunState.STARTING, 4), (RunState.RUNNING, 0)])
-def test_a_missing_cluster_is_reported_only_if_storage_does_not_explain_the_run(
+def test_a_missing_cluster_is_reported_only_if_storage_does_not_explain_the_state_of_the_run(
     run: Run, sunspot: Command, state: RunState, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
@@ -1026,7 +1026,7 @@ def test_doctor_examines_the_cluster_if_storage_is_unreachable(
         (RefusedStorageError, "error", "give this user read access, or run the command as a user who has it"),
     ],
 )
-def test_a_live_run_with_unreadable_storage_is_explained(
+def test_doctor_reports_unreadable_storage_of_a_live_run(
     kind: type[StorageError],
     severity: str,
     advice: str,

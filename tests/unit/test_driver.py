@@ -166,7 +166,7 @@ def test_the_status_of_a_second_driver_is_used_after_the_first_driver_is_gone(
     assert state(run)[0] is RunState.SUCCEEDED
 
 
-def test_a_driver_that_claims_nothing_keeps_the_record_that_the_last_step_was_saved(
+def test_a_driver_that_claims_no_attempt_keeps_the_record_that_the_last_step_was_saved(
     run: Run, set_constants: SetConstants
 ) -> None:
     trains = Status(RunState.RUNNING, "job", attempt=start(run, "job").number, driver=new_driver())
@@ -215,7 +215,7 @@ def test_a_driver_does_not_restart_a_run_that_was_deleted(claimed: bool, run: Ru
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_superseded_driver_leaves_the_status_to_its_successor(run: Run) -> None:
+def test_a_superseded_driver_does_not_change_the_status_of_its_successor(run: Run) -> None:
     new = Status(RunState.RUNNING, "new", attempt=1, driver=new_driver())
     with pytest.raises(SupersededError), recorded_outcome(Claimant(run, "old", new_driver()), None, 10):  # noqa: PT012
         write_status(run, new)

@@ -30,7 +30,7 @@ from tests.harness import REPOSITORY
 from tests.harness.constants import SetConstants
 
 
-def test_the_failure_schedule_is_reproducible_and_announces_half_of_the_losses() -> None:
+def test_the_failure_schedule_is_reproducible_and_half_of_its_losses_are_announced() -> None:
     first, again = (list(itertools.islice(schedule(7, 100, "abc"), 100)) for _ in range(2))
     assert first == again != list(itertools.islice(schedule(8, 100, "abc"), 100))
     assert [loss.kind for loss in first].count("reclaim") == 50
@@ -176,7 +176,7 @@ class Subject:
     ("ends_after", "ended", "add"),
     [(99, "", "echo"), (8, "Failed", "echo"), (99, "time is up", "echo"), (99, "", "false")],
 )
-def test_the_benchmark_removes_nodes_until_a_contender_finishes_fails_or_times_out(
+def test_the_benchmark_removes_nodes_until_a_contender_finishes_or_fails_or_times_out(
     ends_after: int, ended: str, add: str, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants, tmp_path: Path
 ) -> None:
     """Check all endings: the last step, a failed job, the time limit, and a failing command."""

@@ -123,7 +123,7 @@ def test_doctor_reports_that_nodes_cannot_be_listed(job: FakeCluster, run: Run, 
         ),
     ],
 )
-def test_the_finding_says_what_the_run_waits_for(
+def test_doctor_says_what_a_run_with_missing_workers_waits_for(
     job: FakeCluster, run: Run, sunspot: Command, last: dict[str, Any] | None, waits_for: str
 ) -> None:
     train(run, 3, 2, 2)
@@ -149,12 +149,12 @@ def test_missing_workers_are_reported_even_without_a_cluster(run: Run, sunspot: 
     assert found["fewer workers"]["waits_for"] == "room on this machine"
 
 
-def test_doctor_also_counts_the_missing_workers_in_replicas(run: Run, sunspot: Command) -> None:
+def test_doctor_also_reports_the_number_of_replicas_that_train(run: Run, sunspot: Command) -> None:
     train(run, 8, NUM_WORKERS="8..32", PARALLEL="hsdp", SHARD_DEGREE="8")
     assert "8 of 8..32 workers (1 of 1..4 replicas) train since" in findings(sunspot)["fewer workers"]["evidence"]
 
 
-def test_only_pods_whose_nodes_are_known_to_be_lost_are_marked() -> None:
+def test_only_pods_whose_nodes_are_known_to_be_lost_are_marked_as_lost() -> None:
     view = pod_view(pod("w", CLUSTER))
     ready = {"metadata": {"name": view.node}, "status": {"conditions": [{"type": "Ready", "status": "True"}]}}
     assert mark_lost_pods([view], []) == (view,), "no nodes were listed"

@@ -68,7 +68,7 @@ def test_the_parameter_names_of_a_compiled_module_are_recognized() -> None:
     assert torch.equal(model.head.weight, saved.head.weight)
 
 
-def test_a_model_with_a_submodule_named_module_keeps_its_names() -> None:
+def test_a_model_with_a_submodule_named_module_keeps_its_parameter_names() -> None:
     saved, model = (nn.ModuleDict({"module": nn.Linear(2, 2)}) for _ in range(2))
     load(model, saved.state_dict())
     assert torch.equal(model["module"].weight, saved["module"].weight)

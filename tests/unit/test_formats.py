@@ -203,7 +203,7 @@ def test_a_json_array_is_not_accepted_as_json_lines(tmp_path: Path) -> None:
         open_rows(tmp_path)
 
 
-def test_decoded_labels_are_counted(tmp_path: Path) -> None:
+def test_the_classes_of_decoded_labels_are_counted(tmp_path: Path) -> None:
     source = open_rows(write_rows(tmp_path / "a.csv", LABELS), label=Column("int64", decode=number_of))
     assert (source.classes, source.class_names) == (3, ())
     with refusal(DataError, "a.csv, row 1 (line 4): label cannot be decoded", "'left' is not in list"):

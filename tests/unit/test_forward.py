@@ -108,7 +108,7 @@ def test_short_and_full_steps_use_the_same_compiled_graph(group: dist.ProcessGro
         np.testing.assert_allclose(compiled[name].numpy(), weights, rtol=0, atol=1e-5)
 
 
-def test_any_number_of_workers_uses_the_same_compiled_graph(
+def test_the_compiled_graph_is_the_same_for_any_number_of_workers(
     group: dist.ProcessGroup, only_graphs: Counter[str]
 ) -> None:
     """The evaluation has graphs of its own."""

@@ -119,7 +119,7 @@ def test_the_health_message_contains_the_reason_given_by_the_operator() -> None:
     assert argo_cd(job) == ("Degraded", f"Failed: RUNNING: JobStatusCheckTimeoutExceeded: {message}")
 
 
-def test_the_health_message_contains_the_annotated_step() -> None:
+def test_the_health_message_contains_the_step_in_the_annotations() -> None:
     job = a_rayjob("Running", "RUNNING")
     job["metadata"]["annotations"] = annotations(RunState.RUNNING, Status(RunState.RUNNING, "", step=7, total_steps=10))
     assert argo_cd(job) == ("Progressing", "Running: RUNNING: step 7 of 10")

@@ -171,7 +171,7 @@ def test_an_ended_run_or_a_run_without_limits_has_no_forecast(train: Train) -> N
     assert (ended.describe_budget(), ended.describe_deadline(), ended.warnings) == ("", "", [])
 
 
-def test_status_and_doctor_show_the_limits(
+def test_status_and_doctor_show_the_deadline_and_the_budget(
     train: Train, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))

@@ -51,7 +51,9 @@ def test_the_driver_requests_one_save_if_the_head_is_preempted(
     assert [method for method, _ in control.told] == ["request_save", "log"]
 
 
-def test_a_notice_reaches_the_workers_even_if_no_nodes_can_be_requested(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preemption_notice_reaches_the_workers_even_if_no_nodes_can_be_requested(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(*_: object) -> None:
         raise TimeoutError("the coordinator does not answer")
 

@@ -76,7 +76,7 @@ def test_the_same_fraction_of_each_group_is_held_out() -> None:
     assert len({place % 10 for place in np.flatnonzero(single)}) == 10
 
 
-def test_a_subset_has_the_row_names_and_attributes_of_its_source() -> None:
+def test_a_subset_describes_its_rows_like_its_source_and_has_the_same_attributes() -> None:
     train, test = (pickle.loads(pickle.dumps(part)) for part in hold_out(Numbers((10, 10)), 0.2, seed=0))
     assert train.class_names == ("a", "b")
     assert (train.notes, test.notes) == (("a note",), ())
@@ -89,7 +89,7 @@ def test_a_subset_has_the_row_names_and_attributes_of_its_source() -> None:
     assert all(each.endswith("-content") for each in prints)
 
 
-def test_groups_without_remaining_rows_are_not_read() -> None:
+def test_row_groups_without_remaining_rows_are_not_read() -> None:
     class NoEmptyReads(Numbers):
         def read(self, group: int, rows: np.ndarray | None = None) -> dict[str, np.ndarray]:
             assert rows is None or len(rows), "some readers cannot read zero rows"

@@ -26,7 +26,7 @@ GPT: dict[str, Any] = {
 }
 
 
-def test_all_layouts_train_the_same_weights(tmp_path: Path) -> None:
+def test_all_parallel_layouts_train_the_same_weights(tmp_path: Path) -> None:
     """The ranks have different numbers of rows. Gradients are accumulated, averaged and clipped."""
     more = {"micro_batch_size": 2, "clip_norm": 0.05, "ema": 0.9}
     plain = train_ranks(tmp_path / "ddp", 4, **GPT, **more)
@@ -48,7 +48,7 @@ def test_three_replicas_train_the_same_weights_as_one_worker(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_hsdp_rounds_bf16_gradients_as_much_as_other_layouts(tmp_path: Path) -> None:
+def test_bf16_gradients_are_about_as_precise_with_hsdp_as_with_other_layouts(tmp_path: Path) -> None:
     exact = train_ranks(tmp_path / "exact", 1, **GPT)
     layouts: dict[str, dict[str, Any]] = {"ddp": {}, "fsdp": {}, "hsdp": {"shard_degree": 2}}
     apart = {}
@@ -107,7 +107,7 @@ def test_parameters_that_stay_gathered_give_the_same_gradients(parallel: str, tm
     in_processes(tmp_path, 2, compare)
 
 
-def test_a_process_that_shards_a_model_again_has_the_position_of_its_new_shard() -> None:
+def test_a_process_that_shards_a_model_again_uses_the_position_of_its_new_shard() -> None:
     """Torch reuses an equal mesh, which may have the position of the process's first shard."""
 
     def offsets(shard: int) -> list[tuple[int, ...]]:

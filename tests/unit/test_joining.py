@@ -90,7 +90,7 @@ def test_claiming_an_attempt_returns_its_start_point_and_the_nodes_of_all_ranks(
         assert setup.place.nodes == ["node-a", "node-b"]
 
 
-def test_building_a_worker_loads_the_state_and_frees_its_memory(
+def test_the_memory_of_a_loaded_state_is_freed_once_the_worker_is_built(
     config: WorkerConfig, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found, state = object(), SimpleNamespace(tier="storage")

@@ -198,7 +198,7 @@ def test_the_fix_at_the_end_of_a_long_message_is_shown(control: Control) -> None
     assert fix in control.gave_up_for[0]
 
 
-def test_the_next_trainer_remembers_the_bug_that_ended_the_previous_one(control: Control) -> None:
+def test_the_next_trainer_remembers_the_bug_that_ended_the_previous_trainer(control: Control) -> None:
     """An error of the program ends Ray's trainer in survivor mode, together with its judge."""
     start, bug = TrainerStart(), TrainingFailedError("of the user")
     for begun in range(2):
@@ -325,7 +325,7 @@ def test_failures_caused_by_missing_rows_are_counted_separately(control: Control
     assert not judge({1: LOST}), "another loss is charged, and SUNSPOT_MAX_FAILURES is 0"
 
 
-def test_groups_that_take_no_step_from_a_copy_in_memory_are_not_counted_as_failures(control: Control) -> None:
+def test_groups_that_start_from_a_copy_in_memory_and_take_no_step_are_not_counted_as_failures(control: Control) -> None:
     """The third group begins from storage, even if few failures are allowed."""
     judge = FailureJudge(control, 0)
     for again in ("once more from that copy", "from storage"):
@@ -340,7 +340,7 @@ def test_groups_that_take_no_step_from_a_copy_in_memory_are_not_counted_as_failu
     [(failed(0, from_memory=True, taken=1), False), (failed(0), False), (failed(0, from_memory=True), True)],
     ids=["took a step", "from storage", "a rank was lost"],
 )
-def test_failures_that_the_copy_in_memory_did_not_cause_count_against_max_failures(
+def test_failures_not_caused_by_the_copy_in_memory_count_against_max_failures(
     control: Control, errors: list[RankError], lost: bool
 ) -> None:
     control.end = group_end(errors)
@@ -371,7 +371,7 @@ def test_a_save_requested_for_a_preempted_head_also_reaches_the_next_group() -> 
     assert control.command().save
 
 
-def test_the_receipt_of_a_restart_caused_by_missing_rows_names_that_cause() -> None:
+def test_the_receipt_of_a_restart_can_name_missing_rows_as_the_cause() -> None:
     control = ControlChannel()
     control.add_hang(hung(0, waiting=True), late=False)
     control.add_hang(hung(1, loading=True), late=False)
@@ -390,7 +390,7 @@ def test_errors_caused_by_the_failure_of_another_rank_are_not_shown(control: Con
 
 
 @pytest.mark.parametrize("told_it", [True, False])
-def test_a_killed_rank_is_named_instead_of_its_consequences(control: Control, told_it: bool) -> None:
+def test_a_killed_rank_is_reported_instead_of_the_errors_that_its_loss_caused(control: Control, told_it: bool) -> None:
     """The killed ranks may be a step ahead of the last reported progress."""
     peer = {"type": "RuntimeError", "message": "[gloo/pair.cc:545] Connection reset by peer"}
     control.end = group_end(failed(0, step=55, **peer) if told_it else [])

@@ -48,7 +48,7 @@ def kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kind:
     return run
 
 
-def test_a_cluster_is_created_with_the_operator_a_bucket_and_the_image(
+def test_kind_up_creates_a_cluster_with_the_operator_and_a_bucket_and_the_image(
     kind: Kind, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls = kind("up", "--image", "sunspot:1")

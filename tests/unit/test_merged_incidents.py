@@ -42,7 +42,7 @@ def report(cause: Cause | None, noticed: float, loss: str = "") -> Incident:
         ([Cause.DRIVER_LOST, Cause.NODE_LOST], Cause.DRIVER_LOST, 1.0),
     ],
 )
-def test_the_strongest_cause_wins_and_ties_go_to_the_earliest(
+def test_an_incident_has_the_strongest_cause_or_the_earliest_of_equally_strong_causes(
     reported: Sequence[Cause | None], cause: Cause, noticed: float
 ) -> None:
     incidents = Incidents()

@@ -92,7 +92,7 @@ def test_local_sources_of_a_mixture_get_absolute_paths(tmp_path: Path, monkeypat
 
 
 @given(st.lists(st.integers(1, 99), min_size=1, max_size=6), st.integers(0, 10**12))
-def test_every_part_of_a_mixture_contains_its_sources_in_proportion_to_their_weights(
+def test_every_part_of_a_mixture_contains_rows_of_each_source_in_proportion_to_its_weight(
     weights: list[int], first: int
 ) -> None:
     positions = np.arange(first, first + 300)

@@ -124,7 +124,7 @@ def test_wait_finds_the_cluster_of_a_run(clusters: dict[str, FakeCluster], sunsp
 
 
 @pytest.mark.usefixtures("trains_in_east")
-def test_a_run_whose_move_failed_stays_and_does_not_try_the_same_place_again(
+def test_a_run_does_not_try_to_move_to_the_same_place_again_after_a_failed_move(
     clusters: dict[str, FakeCluster], sunspot: Command, profile: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reconciler = Reconciler(connect("east"), sunspot.run.storage.locate(""), lambda *words: None, Mover(profile))

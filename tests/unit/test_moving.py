@@ -333,7 +333,7 @@ def one_namespace(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("live", [True, False])
-def test_the_old_job_restarts_although_the_new_one_in_its_namespace_cannot_be_deleted(
+def test_the_old_job_restarts_although_the_new_job_in_its_namespace_cannot_be_deleted(
     live: bool, clusters: dict[str, FakeCluster], sunspot: Command, one_namespace: str
 ) -> None:
     cluster = clusters["east"]

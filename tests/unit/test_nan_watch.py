@@ -106,7 +106,9 @@ def test_a_run_without_a_nan_limit_only_warns(group: dist.ProcessGroup) -> None:
     assert (watch.state["nan_since"], watch.state["nan_windows"], watch.state["nan_weights"]) == (1, 9, 0)
 
 
-def test_weights_broken_by_the_newest_step_are_found_on_save(group: dist.ProcessGroup) -> None:
+def test_infinite_weights_after_the_newest_step_are_detected_when_a_checkpoint_is_saved(
+    group: dist.ProcessGroup,
+) -> None:
     """The loss reveals such weights only in the next step."""
     model = nn.Linear(2, 2)
     watch = watched(group, model)
@@ -141,7 +143,7 @@ def test_weights_that_are_infinite_from_the_beginning_are_accepted(group: dist.P
     assert has_finite_weights(model)
 
 
-def test_weights_broken_just_before_losing_a_worker_are_rejected(group: dist.ProcessGroup) -> None:
+def test_the_next_group_detects_nan_weights_in_a_state_that_was_not_checked(group: dist.ProcessGroup) -> None:
     """The weights of a live state or a copy in memory were not checked before the next group continues from it."""
     model = nn.Linear(2, 2)
     nn.init.constant_(model.bias, NAN)
@@ -235,7 +237,7 @@ def test_a_run_resumes_from_the_newest_checkpoint_with_finite_weights(tmp_path: 
     assert [(each.name, each.kind) for each in passed] == [(each.name, Unusable.NOT_FINITE) for each in reversed(bad)]
 
 
-def test_a_run_resumes_from_a_checkpoint_with_nan_weights_if_it_has_no_other(tmp_path: Path) -> None:
+def test_a_run_without_other_checkpoints_resumes_from_a_checkpoint_with_nan_weights(tmp_path: Path) -> None:
     run = begin(open_run(str(tmp_path), "run"))
     attempt = start(run, "job")
     newest = [commit(run, attempt, step, nan_weights=1) for step in (3, 6)][-1]

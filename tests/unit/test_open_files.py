@@ -36,7 +36,7 @@ def test_the_soft_limit_on_open_files_is_raised_only_if_a_group_needs_more_files
     assert limited.submit(limits_with, enough + 1).result() == (HARD, HARD)
 
 
-def test_the_error_about_a_low_hard_limit_says_how_many_workers_it_allows(limited: Executor) -> None:
+def test_the_error_about_a_low_limit_on_open_files_says_how_many_workers_are_possible(limited: Executor) -> None:
     with pytest.raises(SettingsError, match="1,249 workers, the driver needs 4,003 open files") as refused:
         limited.submit(limits_with, 1249).result()
     assert "is 4,000 (`ulimit -Hn`)" in str(refused.value)

@@ -92,7 +92,7 @@ def test_a_custom_task_named_by_the_user_is_imported(
 
 
 @pytest.mark.parametrize("named_by", ["option", "environment"])
-def test_the_command_accepts_the_task_as_a_file(
+def test_the_predict_command_accepts_a_task_file(
     run: Run, module: str, named_by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep(run, {"settings": settings_with(module), "data": DATA})

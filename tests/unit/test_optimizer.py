@@ -65,7 +65,7 @@ def test_a_minimal_task_gets_the_default_optimizer_and_schedule() -> None:
     assert PlainTask(module, Settings(weight_decay=0.1)).schedule(0, 1) == 7.0
 
 
-def test_a_task_that_builds_a_scheduler_gets_no_other_schedule() -> None:
+def test_a_task_that_builds_its_own_scheduler_does_not_get_the_default_schedule() -> None:
     module, settings = ModuleType("mine"), Settings(task="mine")
     module.build_scheduler = lambda optimizer, *_: None
     assert PlainTask(module, settings).schedule is None

@@ -25,7 +25,7 @@ def test_the_steps_of_an_epoch_cover_every_position_once(rows: int, batch: int) 
 
 
 @given(st.integers(2, 500), worlds)
-def test_shares_are_nearly_equal_and_contain_at_least_two_rows(rows: int, world_size: int) -> None:
+def test_the_shares_of_the_workers_are_nearly_equal_and_contain_at_least_two_rows(rows: int, world_size: int) -> None:
     shares = [share(rows, world_size, rank) for rank in range(world_size)]
     sizes = [end - begin for begin, end in shares]
     some = [size for size in sizes if size]
@@ -61,7 +61,7 @@ def test_micro_batches_have_nearly_equal_sizes(rows: int, most: int) -> None:
     assert min(sizes) >= (1 if 0 < most < 3 else MIN_ROWS)
 
 
-def test_the_largest_forward_pass_can_belong_to_a_smaller_share() -> None:
+def test_a_worker_with_fewer_rows_can_have_the_largest_forward_pass() -> None:
     """A share of 5 rows has passes of 2 and 3 rows if the limit is 4, but a share of 4 rows has a single pass."""
     assert largest_pass(9, 2, 4) == 4
     assert largest_pass(9, 2, 5) == 5

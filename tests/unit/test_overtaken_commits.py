@@ -280,9 +280,7 @@ def test_the_next_commit_removes_the_unfinished_upload_of_a_lost_rank_0(run: Run
     assert not incomplete(run)
 
 
-def test_a_manifest_written_after_the_files_of_its_checkpoint_were_removed_is_removed_too(
-    run: Run, memory: NodeMemory
-) -> None:
+def test_a_late_manifest_whose_checkpoint_files_were_already_removed_is_removed(run: Run, memory: NodeMemory) -> None:
     survivor = Survivor(run, memory, checkpoints_to_keep=9)
     survivor.form_group()
     survivor.take_step(save=False)
@@ -370,7 +368,7 @@ def test_a_group_that_knows_of_no_commit_saves_at_once(run: Run, memory: NodeMem
     assert survivor.is_due()
 
 
-def test_buffers_left_by_an_aborted_collective_are_not_kept(run: Run, memory: NodeMemory, group: Any) -> None:
+def test_no_copy_is_kept_of_buffers_from_an_aborted_collective(run: Run, memory: NodeMemory, group: Any) -> None:
     """An aborted NCCL broadcast ends without an error, so its partial result would be marked as complete."""
     model = torch.nn.BatchNorm1d(4)
     saved = SavedObjects(model, torch.optim.SGD(model.parameters(), 0.1))

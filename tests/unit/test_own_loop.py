@@ -273,7 +273,7 @@ def test_several_optimizers_are_saved_and_restored_as_one() -> None:
         assert torch.equal(resumed.state_dict()[name], weights), name
 
 
-def test_the_default_loop_steps_several_optimizers(own: Callable[..., str], tmp_path: Path) -> None:
+def test_the_default_loop_takes_a_step_with_each_of_several_optimizers(own: Callable[..., str], tmp_path: Path) -> None:
     two = own("""
 import torch
 from sunspot.tasks.images import loss

@@ -105,7 +105,7 @@ def test_an_error_on_one_rank_is_raised_at_once(set_constants: SetConstants) -> 
         other.result(30)
 
 
-def test_a_single_worker_calls_the_function_directly() -> None:
+def test_run_on_all_ranks_calls_its_function_directly_if_there_is_one_worker() -> None:
     assert run_on_all_ranks(None, lambda: 3) == 3
 
 
@@ -136,7 +136,7 @@ def agree_for(lengths: list[float], wishes: dict[int, StepActions]) -> tuple[lis
     return asked, one
 
 
-def test_rank_0_decides_only_after_some_of_the_steps_if_steps_are_fast(set_constants: SetConstants) -> None:
+def test_rank_0_decides_on_actions_after_only_some_steps_if_steps_are_fast(set_constants: SetConstants) -> None:
     set_constants(sunspot.parallel.decisions, ASK_EVERY_S=60.0)  # even on a busy machine
     asked, agreed = agree_for([0.0] * 70, {20: StepActions(save=True), 40: StepActions(copy=True, next_in=3)})
     assert asked[:7] == [1, 3, 7, 15, 31, 47, 50]
@@ -147,7 +147,7 @@ def test_rank_0_decides_only_after_some_of_the_steps_if_steps_are_fast(set_const
     assert max(later - before for before, later in itertools.pairwise(asked)) == MAX_STEPS_BETWEEN
 
 
-def test_rank_0_decides_after_every_step_if_steps_are_slow(set_constants: SetConstants) -> None:
+def test_rank_0_decides_on_actions_after_every_step_if_steps_are_slow(set_constants: SetConstants) -> None:
     set_constants(sunspot.parallel.decisions, ASK_EVERY_S=0.01)
     asked, agreed = agree_for([0.02] * 12, {5: StepActions(busy=True), 8: StepActions(restart=True)})
     assert asked == list(range(1, 13))
@@ -155,7 +155,7 @@ def test_rank_0_decides_after_every_step_if_steps_are_slow(set_constants: SetCon
     assert [step for step, actions in enumerate(agreed, start=1) if actions.busy] == [6]
 
 
-def test_workers_wait_for_the_decision_after_a_long_step(set_constants: SetConstants) -> None:
+def test_workers_wait_for_the_decision_of_rank_0_after_a_long_step(set_constants: SetConstants) -> None:
     set_constants(sunspot.parallel.decisions, ASK_EVERY_S=0.01, LONG_STEP_S=0.01)
     asked, agreed = agree_for([0.02] * 12, {5: StepActions(busy=True), 8: StepActions(restart=True)})
     assert asked == [1, *range(3, 13)]
@@ -163,7 +163,7 @@ def test_workers_wait_for_the_decision_after_a_long_step(set_constants: SetConst
     assert [step for step, actions in enumerate(agreed, start=1) if actions.restart] == [8]
 
 
-def test_no_decision_is_lost_or_repeated_when_step_duration_changes(set_constants: SetConstants) -> None:
+def test_no_decision_of_rank_0_is_lost_or_repeated_when_the_step_duration_changes(set_constants: SetConstants) -> None:
     """The workers change between waiting for a decision and not waiting."""
     set_constants(sunspot.parallel.decisions, ASK_EVERY_S=0.01, LONG_STEP_S=0.01)
     wishes = {step: StepActions(save=True) for step in range(1, 9)}

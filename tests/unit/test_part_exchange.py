@@ -120,7 +120,7 @@ def test_a_copy_is_complete_when_all_shards_are_on_two_nodes(tmp_path: Path, sma
     in_processes(tmp_path, 3, act)
 
 
-def test_losing_a_neighbor_ends_the_exchange_but_keeps_existing_copies(tmp_path: Path) -> None:
+def test_losing_a_neighbor_ends_the_exchange_of_copies_but_keeps_existing_copies(tmp_path: Path) -> None:
     def act(group: Any) -> str:
         worker = Worker(tmp_path)
         assert worker.share(1)

@@ -115,7 +115,7 @@ def test_a_run_immediately_leaves_a_place_that_lost_its_nodes(pace: float) -> No
     assert choose(known, Goal(deadline), place="cheap", work_s=pace * 90 * HOUR_S).place == "middle"
 
 
-def test_a_place_whose_nodes_come_and_go_is_not_trusted_when_its_nodes_are_back() -> None:
+def test_a_place_whose_nodes_come_and_go_is_avoided_even_while_it_has_nodes() -> None:
     known = learn(Sighting("cheap", NOW - 600 * ago, float(ago % 2 == 0)) for ago in range(20))
 
     assert known["cheap"].share == 1.0

@@ -139,7 +139,7 @@ def test_an_invalid_place_is_rejected(places: list[Any], message: str, tmp_path:
 # -------------------------------------------------------------------------------------------------------------- submit
 
 
-def test_a_run_goes_to_the_cheapest_place_and_says_why(
+def test_submit_chooses_the_cheapest_place_and_says_why(
     clusters: dict[str, FakeCluster], sunspot: Command, profile: str
 ) -> None:
     assert submit(sunspot, profile, "--json") == 0, sunspot.err

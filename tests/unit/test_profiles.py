@@ -153,7 +153,7 @@ def test_an_error_of_the_profiler_ends_only_the_profile(
     assert "rank 0 could not record the steps: CUPTI is missing; the run continues" in answer.err
 
 
-def test_a_task_with_its_own_profiler_keeps_it(run: Run) -> None:
+def test_a_profile_request_does_not_stop_a_profiler_of_the_task(run: Run) -> None:
     request = request_profile(run, 1, 1, (0,))
     profiler = make_profiler(run)
     with torch.profiler.profile():

@@ -315,7 +315,9 @@ def test_letting_a_former_rank_0_commit_breaks_the_protocol(monkeypatch: pytest.
     expect_counterexample(Groups, "is of another")
 
 
-def test_committing_past_the_start_of_the_next_group_breaks_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_committing_a_step_after_the_starting_step_of_the_next_group_breaks_the_protocol(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def same_process(name: str, attempt: Attempt, attempts: list[Attempt]) -> bool:
         return all(each.metadata.processes[:1] == attempt.metadata.processes[:1] for each in attempts[attempt.number :])
 

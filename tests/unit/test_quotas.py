@@ -135,7 +135,7 @@ def test_a_limit_range_can_supply_a_required_limit() -> None:
     assert "limits.cpu: 6 needed (head 2 + 2 workers 4) of only 5" in found.seen
 
 
-def test_the_cheapest_groups_determine_how_many_workers_fit(tmp_path: Any) -> None:
+def test_the_groups_with_the_smallest_pods_determine_how_many_workers_fit(tmp_path: Any) -> None:
     profile = tmp_path / "two.yaml"
     profile.write_text("extends: kind\nworkers: [{memory: 8Gi, max: 2}, {memory: 4Gi, max: 2}]\n")
     found = check(quota({"requests.memory": "13Gi"}), "2..4", str(profile))
@@ -200,7 +200,7 @@ def test_init_containers_and_pod_overhead_are_counted_as_in_the_scheduler() -> N
         (3, 5, "3"),
     ],
 )
-def test_amounts_are_printed_in_the_unit_of_the_quota(amount: float, pattern: Any, text: str) -> None:
+def test_resource_amounts_are_printed_in_the_unit_of_the_quota(amount: float, pattern: Any, text: str) -> None:
     assert format_like(amount, pattern) == text
 
 

@@ -79,7 +79,7 @@ def _looks_often(set_constants: SetConstants) -> None:
     set_constants(scripts.cluster, LOOK_EVERY_S=0.01)
 
 
-def test_the_nodes_of_the_chosen_target_are_removed() -> None:
+def test_a_fault_removes_the_nodes_of_its_target() -> None:
     chance = random.Random(0)
     assert choose("head", PODS, "a", chance) == ["n0"]
     assert choose("rank0", PODS, "a", chance) == ["n1"]
@@ -109,7 +109,7 @@ def test_the_table_shows_the_cost_of_each_fault() -> None:
         ("all", ["kill n1", "kill n2", "add n1", "add n2", "step"]),
     ],
 )
-def test_removed_nodes_return_and_a_fault_is_over_at_the_next_step(
+def test_removed_nodes_are_added_again_and_a_fault_ends_with_the_next_step(
     target: str, lines: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The nodes return before the next step if the group cannot take a step without them."""

@@ -287,7 +287,7 @@ def test_a_cloud_overlay_changes_only_workload_identity(cloud: str) -> None:
 
 
 @pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed")
-def test_the_runs_apart_component_removes_only_the_within_clusters_policy(tmp_path: Path) -> None:
+def test_the_component_that_isolates_runs_removes_only_one_network_policy(tmp_path: Path) -> None:
     names = {folder: os.path.relpath(MANIFESTS / folder, tmp_path) for folder in ("base-gke", "runs-apart")}
     text = f"resources: [{names['base-gke']}]\ncomponents: [{names['runs-apart']}]\n"
     (tmp_path / "kustomization.yaml").write_text(text)
@@ -575,7 +575,7 @@ def test_the_drain_ends_before_the_node_is_removed(profile: str) -> None:
 
 
 @pytest.mark.parametrize("notice", [5, 6, 15, 19, 20, 21, 30, 120, 3600])
-def test_the_drain_uses_only_part_of_the_notice(tmp_path: Path, notice: int) -> None:
+def test_the_drain_takes_only_part_of_the_notice_period(tmp_path: Path, notice: int) -> None:
     for pod in pods_of(render(own_profile(tmp_path, f"notice_s: {notice}"), {})):
         check_drain(pod, notice)
 
@@ -906,7 +906,7 @@ def test_a_pod_can_have_several_gpus(full: Rendered) -> None:
     assert str(full.settings.num_workers) == "4..16"
 
 
-def test_data_workers_are_a_group_without_gpus(full: Rendered, tmp_path: Path) -> None:
+def test_data_workers_form_a_worker_group_without_gpus(full: Rendered, tmp_path: Path) -> None:
     _, workers, data = groups_of(full)
     assert (workers["groupName"], data["groupName"]) == ("workers", "data")
     assert (data["minReplicas"], data["replicas"], data["maxReplicas"]) == (0, 0, 6)

@@ -114,7 +114,7 @@ def test_the_report_shows_the_key_figures_of_the_run(run: Run) -> None:
         assert words in page.text
 
 
-def test_charts_over_steps_and_time_mark_the_restart(run: Run) -> None:
+def test_every_chart_over_steps_or_time_marks_a_restart(run: Run) -> None:
     charts = made(trained(run)).charts
     for name in (
         "Loss over steps",
@@ -142,7 +142,7 @@ def test_a_window_of_one_step_causes_no_spike_in_the_chart(run: Run) -> None:
     assert "lowest 90 at 80, highest 95 at 160" in steps
 
 
-def test_short_windows_are_drawn_unless_longer_windows_follow() -> None:
+def test_short_windows_are_drawn_once_short_windows_have_become_usual() -> None:
     history = History()
     for step, (rows, loss) in enumerate([(100.0, 1.0), *[(10.0, 0.5)] * 5]):
         history.add({"attempt": 1, "step": step, "rows": rows, "loss": loss}, "loss")
@@ -184,7 +184,7 @@ def test_mistakes_come_first_and_every_image_has_a_text_alternative(run: Run) ->
     assert "Confusion matrix" in page.text
 
 
-def test_many_classes_are_shown_as_confused_pairs(run: Run) -> None:
+def test_the_report_lists_the_most_confused_pairs_if_there_are_many_classes(run: Run) -> None:
     trained(run)
     write_shown(run, predictions_of("step-00000188-attempt-0002", classes=1000, wrong=600))
     page = made(run)

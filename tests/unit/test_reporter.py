@@ -122,7 +122,7 @@ def test_each_report_adds_a_record_and_the_numbers_of_each_rank(
     ("change", "state", "saved"),
     [(Reporter.saved_last_step, RunState.RUNNING, True), (take_last_step, RunState.FINISHING, False)],
 )
-def test_the_thread_that_writes_the_status_undoes_no_change(
+def test_the_status_thread_does_not_undo_changes_of_the_training_thread(
     change: Callable[[Reporter], None], state: RunState, saved: bool, tmp_path: Path
 ) -> None:
     """The training thread changes the status while the other thread adds the newest checkpoint to it."""
@@ -268,7 +268,7 @@ def test_the_speed_is_not_computed_across_two_worker_groups() -> None:
     assert [re.findall("[0-9.]+ steps/s", text) for text in shown] == [[], ["2.0 steps/s"], [], ["2.0 steps/s"]]
 
 
-def test_plain_progress_lines_are_printed_only_after_progress(
+def test_a_plain_progress_line_is_printed_only_if_the_progress_has_changed(
     capsys: pytest.CaptureFixture[str], set_constants: SetConstants
 ) -> None:
     set_constants(sunspot.observe.progress, PLAIN_EVERY_S=0.0)

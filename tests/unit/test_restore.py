@@ -630,7 +630,7 @@ ENDS: dict[str, dict[str, Any]] = {
         ("a checkpoint of a deleted run", "an unknown number of steps"),
     ],
 )
-def test_a_receipt_counts_the_steps_that_are_proved_to_have_been_taken(evidence: str, replayed: str, run: Run) -> None:
+def test_a_receipt_counts_the_steps_that_were_provably_taken(evidence: str, replayed: str, run: Run) -> None:
     """All processes of a run are lost, and another driver continues from its newest checkpoint, at step 36."""
     lost = start(run, "old-1", world_size=2, driver="1" * 8, tier="beginning")
     commit(run, lost, 36)
@@ -663,7 +663,7 @@ def test_a_receipt_counts_the_steps_that_are_proved_to_have_been_taken(evidence:
     assert f", {replayed} replayed, " in describe_receipt(receipt)
 
 
-def test_the_steps_of_survivors_are_counted_exactly() -> None:
+def test_the_number_of_repeated_steps_is_exact_if_survivors_continue_in_place() -> None:
     now = replace(a_start(at(2, 105, step=36), at(1, 10)), past=PastRecords())
     incident = Incident(Cause.WORKER_LOST, last_step=36)
     for tier, at_least in ((IN_PLACE, False), ("memory", True)):
@@ -674,7 +674,7 @@ def test_the_first_start_of_a_run_is_not_an_incident(run: Run) -> None:
     assert first_incident(begin_start(run)) == Incident(Cause.BEGIN)
 
 
-def test_the_user_is_warned_if_a_save_takes_longer_than_the_notice() -> None:
+def test_the_user_is_warned_if_a_save_takes_longer_than_the_preemption_notice() -> None:
     assert "takes 30 s to commit, but a notice leaves 27 s" in warn_of_notice(30.0, 27)
     assert warn_of_notice(25.0, 27), "the notice takes time to arrive"
     for save_s, notice_s in [(10.0, 27), (None, 27), (30.0, 0)]:

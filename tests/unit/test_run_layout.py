@@ -314,7 +314,7 @@ def test_unrelated_files_among_checkpoints_are_ignored(run: Run) -> None:
     assert find_newest_good(run, [attempt]) == (good, ())
 
 
-def test_skipped_checkpoints_are_listed_newest_first(run: Run) -> None:
+def test_find_newest_good_lists_skipped_checkpoints_newest_first(run: Run) -> None:
     attempt = start(run, "job")
     for step in (2, 4, 6, 8):
         commit(run, attempt, step)

@@ -91,7 +91,7 @@ def test_the_values_of_a_trial_do_not_depend_on_other_dimensions() -> None:
     assert few.samples[0] == {"TASK_ARGS.width": 16, "LEARNING_RATE": 0.008884}
 
 
-def test_trials_are_valid_settings() -> None:
+def test_each_trial_has_valid_settings() -> None:
     search = load_search({**SPACE, "SUNSPOT_TRIALS": "2", "SUNSPOT_RUN_NAME": "s"})
     assert [trial.run_name for trial in search.trials] == ["s-01", "s-02"]
     for sample, trial in zip(search.samples, search.trials, strict=True):
@@ -146,7 +146,7 @@ def test_all_problems_of_a_search_are_reported_in_one_error() -> None:
     assert "SUNSPOT_NUM_WORKERS=choice(1,2): a search can only vary TASK, " in lines[1]
 
 
-def test_extreme_values_in_a_search_are_checked() -> None:
+def test_the_extreme_values_of_a_search_expression_are_validated() -> None:
     assert problems(EPOCHS="choice(1,2,3,4,5,6,7,8,0)", TRIALS="1") == ["SUNSPOT_EPOCHS=0: set it to an integer >= 1"]
     assert problems(LEARNING_RATE="uniform(-1,1)") == [
         "SUNSPOT_LEARNING_RATE=-1.0: set it to a number above 0, e.g. 1e-3"

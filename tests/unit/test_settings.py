@@ -272,7 +272,9 @@ def test_arguments_without_credentials_are_accepted() -> None:
         assert load_settings({name: place}).model_dump()[name.lower()] == place
 
 
-def test_overrides_take_precedence_with_or_without_the_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overrides_take_precedence_over_the_environment_with_or_without_the_prefix(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("SUNSPOT_EPOCHS", "5")
     monkeypatch.setenv("SUNSPOT_SEED", "")
     assert load_settings().epochs == 5
@@ -291,7 +293,7 @@ def test_settings_survive_a_round_trip_through_the_environment(
     assert load_settings(settings.environment()) == settings
 
 
-def test_differences_list_the_changed_settings() -> None:
+def test_comparing_settings_lists_the_changed_values() -> None:
     assert differences({"A": "1", "B": "2"}, {"A": "1", "B": "3", "C": "4"}) == ["B: 2 -> 3", "C: (unset) -> 4"]
 
 

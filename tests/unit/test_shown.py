@@ -32,7 +32,7 @@ def page_of(run: Run) -> str:
     return render(read_report(look(run))).decode()
 
 
-def test_shown_texts_numbers_and_tables_are_stored() -> None:
+def test_texts_and_numbers_and_tables_from_the_show_function_are_stored() -> None:
     table = [{"name": "a", "loss": torch.tensor(0.5)}, {"loss": math.nan, "label": 3}]
     assert to_parts({"said": "yes", "perplexity": 12.34567, "rows": table}) == [
         Exhibit("said", text="yes"),
@@ -127,7 +127,7 @@ def test_the_show_function_of_a_language_model_includes_texts(run: Run) -> None:
 
 
 @pytest.mark.parametrize("library", KINDS)
-def test_trees_show_the_gain_of_each_feature(library: str) -> None:
+def test_a_tree_task_shows_the_gain_of_each_feature(library: str) -> None:
     pytest.importorskip(library, reason="the extra `trees` is not installed")
     settings = Settings(task="sunspot.tasks.trees", task_args={"library": library})
     task: Any = load_task(settings)

@@ -89,7 +89,7 @@ def test_a_slow_node_counts_as_sick_even_if_it_is_sometimes_fast() -> None:
     assert find([window(n, FAST, FAST, 0.4 if n % 6 else FAST) for n in range(29)]) == "c"
 
 
-def test_a_node_counts_as_slow_as_its_slowest_worker() -> None:
+def test_the_slowest_worker_of_a_node_determines_whether_the_node_is_slow() -> None:
     """The slowest worker of the node differs between windows."""
     group = WorkerGroup(7, 6, dict(enumerate("aabbcc")))
     slow = [window(n, *[FAST] * 4, *((0.5, FAST) if n % 2 else (FAST, 0.5))) for n in range(30)]

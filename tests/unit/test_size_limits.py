@@ -147,7 +147,7 @@ def test_the_newest_record_is_found_by_reading_backwards(run: Run) -> None:
     assert found["step"] == 199
 
 
-def test_reading_beyond_the_budget_raises_an_error() -> None:
+def test_reading_more_bytes_than_allowed_raises_an_error() -> None:
     with budget(10, "reading it"):
         spend(10)
         with pytest.raises(TooLargeError, match="reading it: the limit of"):

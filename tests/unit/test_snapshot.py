@@ -123,7 +123,7 @@ ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
-def test_find_snapshot_returns_the_state_at_the_step_of_the_copy(device: str) -> None:
+def test_find_snapshot_returns_the_state_at_the_time_of_the_copy(device: str) -> None:
     trainee = Trainee(device=device)
     trainee.train()
     expected = trainee.state()
@@ -719,7 +719,7 @@ def test_heartbeats_in_shared_memory_outlive_their_process() -> None:
     assert heartbeat[:2] == (2, 43)
 
 
-def test_the_heartbeat_names_the_newest_step_that_counts(tmp_path: Path) -> None:
+def test_the_heartbeat_contains_the_newest_step_that_was_counted(tmp_path: Path) -> None:
     """The GPU may still cancel a step that was taken, but not counted."""
     run = open_run(str(tmp_path), "run")
     plan = Plan(Settings(), EmptySource((1, 40), 10), None, Steps(1000, 10), 100)
@@ -776,7 +776,7 @@ def test_tensors_of_any_shape_and_type_can_be_restored_from_a_memory_slot(
 
 
 @given(st.floats(1e-5, 10), st.floats(1e-4, 10), st.sampled_from([0.01, 0.05, 0.5]))
-def test_the_snapshot_interval_is_the_shortest_within_its_cost_limit(
+def test_the_snapshot_interval_is_as_short_as_its_cost_limit_allows(
     cost: float, step_time: float, fraction: float
 ) -> None:
     pace = SnapshotInterval(fraction, 0)

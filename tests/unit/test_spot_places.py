@@ -88,7 +88,7 @@ def test_the_choice_of_a_place_does_not_depend_on_the_future(folder: Path) -> No
     assert choices(future=0) != choices(future=4)
 
 
-def test_the_script_prints_a_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_simulation_prints_a_table_of_costs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert spot_places.main([str(folder), "--starts", "1", "--hours", "2"]) == 0
 
     lines = capsys.readouterr().out.splitlines()

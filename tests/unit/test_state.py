@@ -468,7 +468,7 @@ def test_a_pod_without_a_reason_in_its_status_is_explained_by_a_warning_event(
     assert "quota" not in judge(job("Initializing", ""), [view(p) for p in pods], [overcome], now=NOW)[1]
 
 
-def test_pods_of_an_earlier_attempt_do_not_count() -> None:
+def test_pods_of_an_earlier_attempt_do_not_affect_the_state() -> None:
     earlier = pod("run-1-w-head", "run-1-w", head=True)
     assert "about to be created" in judge(job("Initializing", ""), [view(earlier)], now=NOW)[1]
 

@@ -147,7 +147,7 @@ def test_a_sharded_state_without_replicas_is_copied_before_the_group_changes(
 
 @pytest.mark.parametrize("command", [Command(restart=True), Command(stop=True)])
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_a_notice_interrupts_an_evaluation_on_all_ranks(
+def test_a_preemption_notice_interrupts_an_evaluation_on_all_ranks(
     parallel: str, command: Command, tmp_path: Path, set_constants: SetConstants
 ) -> None:
     """Only rank 0 hears of the notice, and the other rank has more rows than it could ever evaluate."""

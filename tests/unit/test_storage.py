@@ -158,7 +158,7 @@ def test_a_stream_can_be_read_to_its_end(storage: Storage, size: int) -> None:
         assert stream.read() == content
 
 
-def test_a_write_can_span_parts_and_accepts_any_buffer(storage: Storage) -> None:
+def test_a_writer_accepts_any_buffer_and_can_write_several_parts(storage: Storage) -> None:
     content = pattern(2 * PART + 24)
     with storage.writer("run/model.pt") as writer:
         assert writer.write(memoryview(content).cast("Q")) == len(content)
@@ -315,7 +315,7 @@ def test_an_object_is_on_disk_before_it_is_published(how: str, tmp_path: Path, m
     )
 
 
-def test_progress_extends_a_deadline_by_at_most_the_limit() -> None:
+def test_progress_extends_the_deadline_of_an_operation_only_up_to_a_limit() -> None:
     hangs = threading.Event()
 
     def moves_much_and_hangs() -> None:

@@ -123,7 +123,7 @@ def test_the_loss_of_the_sender_ends_the_transfer_of_a_large_tensor_at_once(tmp_
 
 
 @pytest.mark.parametrize(("hang_timeout_s", "limits_s"), [(300.0, [900.0]), (0.0, [])])
-def test_a_process_that_hangs_while_it_builds_its_model_alone_is_stopped(
+def test_a_process_without_a_group_is_stopped_if_it_hangs_while_it_builds_its_model(
     hang_timeout_s: float, limits_s: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     active = list[float]()
@@ -210,7 +210,7 @@ def test_all_members_of_a_group_that_continues_in_place_have_a_model(received: T
 
 
 @pytest.mark.parametrize("handed_over", [True, False])
-def test_workers_whose_parameters_differ_all_return_to_an_earlier_copy(
+def test_all_workers_return_to_an_earlier_copy_if_their_parameters_differ(
     handed_over: bool, received: TrainingState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last bits of the parameters can differ between different kinds of processors, which is not a failure."""

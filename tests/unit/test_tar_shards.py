@@ -184,7 +184,7 @@ def test_a_shard_that_contains_a_second_archive_is_rejected(tmp_path: Path) -> N
         main(["--from", "tar", str(tmp_path)])
 
 
-def test_a_shard_needs_its_own_index(tmp_path: Path) -> None:
+def test_a_shard_with_a_missing_or_damaged_or_outdated_index_is_rejected(tmp_path: Path) -> None:
     folder = put_samples(tmp_path)
     path = folder / "a.tar"
     index = (folder / "a.tar.index").read_bytes()

@@ -173,7 +173,7 @@ def test_fp32_matrix_products_on_a_gpu_that_supports_tf32_are_reported(
 
 
 @pytest.mark.parametrize(("ahead_s", "limit_s"), [(0, 29), (-3600, 30), (3600, 0)])
-def test_a_clock_that_is_set_back_does_not_extend_a_notice(ahead_s: float, limit_s: float) -> None:
+def test_setting_the_clock_back_does_not_extend_a_notice_period(ahead_s: float, limit_s: float) -> None:
     command = Command(restart=True, deadline=time.time() + 30 - ahead_s)  # by the clock of the driver's node
     plan = SimpleNamespace(settings=Settings(job=JobContext(notice_s=30)))
     worker: Any = SimpleNamespace(commands=SimpleNamespace(poll=lambda: command), learner=SimpleNamespace(plan=plan))
@@ -369,7 +369,7 @@ def test_the_last_lines_and_metrics_are_stored_before_a_restart(
 
 
 @pytest.mark.parametrize(("write_s", "left_s"), [(1, 30), (60, 1)])
-def test_workers_exit_once_all_output_is_stored_or_the_notice_is_over(
+def test_workers_exit_once_all_output_is_stored_or_the_notice_period_is_over(
     write_s: float, left_s: float, tmp_path: Path, set_constants: SetConstants
 ) -> None:
     """Only rank 0 knows about the notice, and the output of rank 1 takes a long time to store."""

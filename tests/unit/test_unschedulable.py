@@ -128,7 +128,7 @@ ON_L4 = {"nodeSelector": L4}
         ([UNNAMED], pod(), PLAIN, (TAINT, 1, "")),
     ],
 )  # fmt: skip
-def test_scheduling_obstacles_are_read_from_the_nodes(
+def test_the_reasons_why_a_pod_is_not_scheduled_are_read_from_the_nodes(
     said: list[str], asked: dict[str, Any], nodes: list[Any], first: tuple[Diagnosis, int, str]
 ) -> None:
     assert find_refusals(message(*said), asked, nodes)[0][:3] == first
@@ -160,7 +160,7 @@ def test_each_reason_is_reported_once() -> None:
     assert finding.evidence.startswith("no node has what 3 pods (w-1, w-2, w-3) select (gpu=l4): 2 nodes not labeled")
 
 
-def test_scheduling_reasons_keep_their_order_among_all_findings() -> None:
+def test_scheduling_findings_stay_in_order_when_all_findings_are_sorted() -> None:
     found = explain({message(UNNAMED, LABELS): ["w-1"]}, nodeSelector=L4)
     quota = Finding(Diagnosis.QUOTA, Severity.ERROR, "x", "y")
     late = Finding(Diagnosis.CONTAINER, Severity.ERROR, "x", "y")
@@ -190,7 +190,7 @@ def test_an_unknown_scheduler_message_is_shown_unchanged() -> None:
         ("1 node(s) were unschedulable", "kubectl uncordon"),
     ],
 )
-def test_every_reason_has_its_own_advice(reason: str, advice: str) -> None:
+def test_every_reason_for_an_unschedulable_pod_has_its_own_advice(reason: str, advice: str) -> None:
     [finding] = explain({message(reason): ["w-1"]})
     assert advice in finding.advice
 

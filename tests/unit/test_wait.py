@@ -241,7 +241,7 @@ class Breaking:
     list_warnings = list_pods
 
 
-def test_separate_outages_are_not_added_up(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_durations_of_separate_outages_are_not_added_up(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     server: Any = Breaking()
     clock = SimpleNamespace(monotonic=lambda: server.now, time=time.time, sleep=lambda seconds: None)
     monkeypatch.setattr("sunspot.submitter.cluster.observation.time", clock)
@@ -533,7 +533,9 @@ def test_ctrl_c_does_not_affect_the_run(cluster: FakeCluster, run: Run, job: str
 # --------------------------------------------------------------------------------------------------------------- status
 
 
-def test_status_merges_cluster_and_storage(cluster: FakeCluster, run: Run, sunspot: Command, job: str) -> None:
+def test_status_combines_information_from_the_cluster_and_from_storage(
+    cluster: FakeCluster, run: Run, sunspot: Command, job: str
+) -> None:
     begin(run)
     attempt = start(run, JOB)
     commit(run, attempt, 5)

@@ -171,7 +171,7 @@ FRAGMENTS = re.findall(r"```yaml\n(.*?)```", (REPOSITORY / "docs/cluster.md").re
 
 
 @pytest.mark.parametrize("kind", ["NodePool", "ComputeClass"])
-def test_documented_groups_have_pods_that_fit_their_nodes(kind: str, tmp_path: Path) -> None:
+def test_the_pods_of_documented_worker_groups_fit_their_nodes(kind: str, tmp_path: Path) -> None:
     """The profile's pods select and tolerate the labels and taints of the nodes in docs/cluster.md."""
     [(nodes, profile)] = [pair for pair in pairwise(FRAGMENTS) if yaml.safe_load(pair[0]).get("kind") == kind]
     head, worker = (group["template"]["spec"] for group in all_groups_of(rendered(tmp_path, profile)))
