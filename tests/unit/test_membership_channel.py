@@ -431,7 +431,7 @@ def test_an_unresponsive_machine_counts_as_a_lost_node(
     assert [incident.cause for incident in reported(server)][:1] == [cause]
 
 
-def test_a_loss_is_reported_without_promise_if_no_other_worker_is_left(server: MembershipServer) -> None:
+def test_a_loss_report_does_not_promise_that_training_continues_if_no_worker_is_left(server: MembershipServer) -> None:
     control = LocalControl()
     with enter(server, "first"), enter(server, "second"):
         wait_until(lambda: server.snapshot().trains, seconds=5)

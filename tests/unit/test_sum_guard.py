@@ -319,7 +319,7 @@ def test_the_guard_learns_of_an_abort_before_a_connection_is_closed() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_reads_the_abort_flag_only_when_its_queue_reaches_the_copy() -> None:
+def test_a_gpu_reads_the_abort_flag_only_after_the_work_queued_before_it() -> None:
     device = torch.device("cuda")
     guard = SumGuard(device)
     [parameter] = with_gradients(torch.nn.Parameter(torch.ones(2, device=device)))
