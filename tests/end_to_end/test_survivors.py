@@ -228,11 +228,12 @@ def test_a_replica_leaves_and_returns_without_a_repeated_step(
 
 @pytest.mark.slow
 def test_all_shards_take_a_step_whose_barrier_a_loss_has_interrupted(
-    program: Program, make_data: MakeData, ray_address: str
+    program: Program, make_data: MakeData, ray_address: str, tmp_path: Path
 ) -> None:
     run = the_run(program)
     replicas = {**SURVIVING, "PARALLEL": "hsdp", "SHARD_DEGREE": 2, "NUM_WORKERS": 4}
-    replicas |= {"TASK": "tests.tasks.interrupted_barrier", "RESOURCES_PER_WORKER": '{"CPU": 0.4}'}
+    replicas |= {"TASK": "tests.tasks.interrupted_barrier", "TASK_ARGS": json.dumps({"folder": str(tmp_path)})}
+    replicas["RESOURCES_PER_WORKER"] = '{"CPU": 0.4}'
     training = program.begin(**replicas, DATASET=make_data(20_000, row_group=1000))
     lost = wait_for_receipts(run, 2, training)[-1]
     assert (lost.cause, lost.tier, lost.replayed, lost.world_after) == (Cause.WORKER_LOST, IN_PLACE, 0, 2)
