@@ -39,7 +39,7 @@ class CommandParser(argparse.ArgumentParser):
     def add_verbs(self, other_verbs: Mapping[str, str]) -> Any:
         """Prepare this parser for subcommands, and return the action to which they are added.
 
-        `other_verbs` contains the subcommands' names in other programs.
+        `other_verbs` maps names from other programs, such as `ls`, to this parser's subcommands.
         """
         self.other_verbs = other_verbs
         self.verbs = self.add_subparsers(title="commands", metavar="COMMAND", required=True)

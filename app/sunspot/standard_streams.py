@@ -19,7 +19,7 @@ def prepare_streams() -> None:
 def print_escapes(stream: TextIO) -> None:
     """Make a stream print escapes such as `\\xfc` for characters that it cannot encode.
 
-    Does nothing to a stream without a `reconfigure` method. Notebooks have such streams, which encode all characters.
+    Does nothing to a stream without a `reconfigure` method, such as a notebook's stream, which encodes all characters.
     """
     reconfigure = getattr(stream, "reconfigure", None)
     if reconfigure:

@@ -7,8 +7,10 @@ To write an adapter:
 1. Write a module here with a subclass of `sunspot.tasks.Task`, and add it to ADAPTERS below. Add the
    library as an extra to pyproject.toml. Nothing else needs to change.
 2. Define `build_model`, which returns a `torch.nn.Module`. Checkpoints contain its state_dict. Wrap the model of
-   another library in a module whose `get_extra_state` and `set_extra_state` handle its variables (keras.py).
-3. Define `build_optimizer`. If the library has its own optimizer, return `build_empty_optimizer` (tasks/defaults.py).
+   another library in a module whose `get_extra_state` and `set_extra_state` save and load the model's variables
+   (keras.py).
+3. Define `build_optimizer`. If the library has its own optimizer, return the result of
+   `build_empty_optimizer` (tasks/defaults.py).
 4. Define the training loop. If the adapter has its own loop, define `train(run)`, which iterates over `run.batches()`
    (keras.py). `train` must call `run.optimizer.step()` before it changes the model's state, because this call waits
    until a checkpoint has copied the state. If the library has a Trainer with its own loop, define

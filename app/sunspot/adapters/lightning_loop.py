@@ -1,4 +1,4 @@
-"""The training loop for a LightningModule, which lets Lightning's Trainer take the steps."""
+"""The training loop for a LightningModule, in which Lightning's Trainer takes the steps."""
 
 import functools
 from collections.abc import Iterator, Mapping

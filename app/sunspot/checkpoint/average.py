@@ -31,7 +31,7 @@ class WeightAverage:
     """The exponential moving average of an optimizer's parameters. Does nothing if `decay` is 0."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, decay: float) -> None:
-        """Create the average after loading the model's weights, but before loading the optimizer's state."""
+        """Create the average. Call this after the model's weights are loaded, but before the optimizer's state is."""
         self._decay = decay
         self._parameters = parameters_of(optimizer)
         self._averages: list[torch.Tensor] = []

@@ -138,7 +138,8 @@ class CheckpointCommitter:
         """Create a committer. Its thread starts with the first `commit`.
 
         `writer` writes a snapshot's files. The `journals` and the rows in the `ledger` are written to storage before
-        each checkpoint, because it relies on them. `journals` and `ledger` are None if another rank writes them.
+        each checkpoint, because the checkpoint relies on them. `journals` and `ledger` are None if another rank writes
+        them.
         """
         self._run = run
         self._attempt = attempt

@@ -51,9 +51,9 @@ class Source(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """A digest of the files, row groups and shape, a '-', and a digest of samples of the content.
+        """The digest of the files, row groups and shape, followed by '-' and the digest of samples of the content.
 
-        Older versions recorded only the part before the '-'.
+        Older versions recorded only the first digest.
         """
 
     def read(self, group: int, rows: np.ndarray | None = None) -> dict[str, np.ndarray]:

@@ -39,8 +39,9 @@ def pair_folders(names: Iterable[str], held_out: Collection[str] = HELD_OUT) -> 
 def refuse_mixed_splits(location: str, paths: Iterable[str], classes: Set[str] = frozenset()) -> None:
     """Raise `DataError` if the names in `paths` suggest that a folder contains both training and held-out rows.
 
-    Longer names, such as "training_set" and "test_set", also count. Such a pair is ignored if one of its names is in
-    `classes`, because a class folder can have a name like "train station" or "test tube".
+    Names that contain "train", "test" or a similar word also count, such as "training_set" and "test_set". Such a pair
+    is ignored if one of its names is in `classes`, because a class folder can have a name like "train station" or
+    "test tube".
     """
     children: dict[str, set[str]] = defaultdict(set)
     for path in paths:

@@ -1,6 +1,6 @@
 """Implements LOADER=torch, which keeps all rows in memory, once per node, and selects each step's rows by number.
 
-If a GPU has enough free memory, the rows are kept in it, and a step sends only row numbers to the GPU.
+If a worker's GPU has enough free memory, the rows are kept there, and a step sends only row numbers to the GPU.
 """
 
 from collections.abc import Iterator

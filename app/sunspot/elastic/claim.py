@@ -154,9 +154,9 @@ class StartPoint:
 def ended_saved(status: Status) -> bool:
     """Return True if a status proves that the workers of its attempt ended after their last step was committed.
 
-    Older versions did not record `Status.saved`, but the way in which the run ended can prove the same. Such a
-    status must have a heartbeat. If the driver stopped before its workers took a step, the status has no heartbeat, but
-    shows the newest checkpoint and its step.
+    Older versions did not record `Status.saved`. Their statuses prove the same only if the run succeeded, or if it was
+    stopped after a heartbeat, at the step of its newest checkpoint. The heartbeat is required because without it, the
+    driver may have stopped before its workers took a step.
     """
     if status.saved or status.state is RunState.SUCCEEDED:
         return True

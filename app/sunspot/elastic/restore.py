@@ -85,11 +85,11 @@ def hand_over(
 
     Each rank without the state is assigned to a rank that has it. If the state is sharded, both ranks have the same
     shard. Each rank that has the state sends the tensors in `saved` to the ranks assigned to it, and its own result
-    contains no tensors. All ranks use the `metadata` of the first rank that has the state, because the metadata of
-    other such ranks can differ after a loss.
+    contains no tensors. All ranks use the `metadata` of the first rank that has the state, because other ranks'
+    metadata can differ after a loss.
 
     If the state has several shards, no rank returns before every rank has received its shard. Until then, each rank
-    keeps the shard of its previous state, which it would need if a sender was lost.
+    keeps the shard of its previous state, which it would need if a sender were lost.
     """
     assert place.group
     rank = place.rank

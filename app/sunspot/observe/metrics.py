@@ -153,7 +153,10 @@ class RecentMeans:
         "The means over the newest windows, with their number of rows as `recent_rows`. Initially, this is `before`."
 
     def add(self, rows: int, means: Mapping[str, Any]) -> None:
-        """Add a window's means over its `rows`. If a mean is finite, older values that are not finite are ignored."""
+        """Add a window's means over its `rows`.
+
+        If a name's new mean is finite, older means of this name that are not finite are ignored.
+        """
         self._windows.append((rows, means))
         while sum(rows for rows, _ in self._windows[1:]) >= self._enough:
             self._windows.pop(0)

@@ -258,8 +258,8 @@ def average(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
 def find_norms(module: nn.Module) -> list[nn.Module]:
     """Return the batch norms of a model, or an empty list if any other module has buffers.
 
-    Batch norms do not use their buffers in training mode. Rank 0's buffers are therefore not sent before each
-    pass. `sync_buffers` sends them before they are used or saved.
+    Batch norms do not use their buffers in training mode. If no other module has buffers, rank 0's buffers are
+    therefore not sent before each pass. `sync_buffers` sends them before they are used or saved.
     """
     having = [each for each in module.modules() if each._buffers]
     return having if all(type(each) in BATCH_NORMS for each in having) else []

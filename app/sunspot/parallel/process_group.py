@@ -2,7 +2,7 @@
 
 A gloo collective usually raises an error at once if it waits for a process that exits. A collective that waits for a
 lost node, for a stopped process, or for a member that is blocked itself does not end until it times out. No public API
-ends it earlier. Shutting down the group's sockets ends it at once. These are the sockets that were opened while the
+ends it earlier, but shutting down the group's sockets ends it at once. These are the sockets that were opened while the
 group formed.
 
 An NCCL collective waits on the GPU forever. It can be aborted, but then it leaves a wrong sum without raising an error.
@@ -128,8 +128,8 @@ class ProcessGroups:
     def forming(self, is_closed: Callable[[], bool]) -> Iterator[None]:
         """Context manager for forming groups. All sockets that are opened inside it belong to the groups.
 
-        The groups are broken once their generation `is_closed`, or after their time limit, because torch's timeouts
-        apply only to later collectives.
+        The groups are broken once their generation `is_closed`, or after their time limit. This limit is needed because
+        torch's timeouts apply only to collectives of groups that have formed.
         """
 
         def check() -> None:

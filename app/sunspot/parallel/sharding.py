@@ -193,7 +193,7 @@ def is_dtensor(tensor: object) -> TypeIs[DTensor]:
 
 
 def _class(module: str, name: str) -> Any:
-    """Return a class for `isinstance`, or () if the class's module is not imported, so that no instances can exist."""
+    """Return a class for `isinstance`, or () if its module is not imported, because no instances can exist then."""
     return getattr(sys.modules.get(module), name, ())
 
 

@@ -23,7 +23,10 @@ up to 10 s (`membership_channel.PROCESS_LIMIT_S`)."""
 
 
 class StepBarrier:
-    """The barrier of one process, for all of its groups. `wait` is for the training thread, the rest for any thread."""
+    """The barrier of one process, for all of its groups.
+
+    Only the training thread calls `wait`. Any thread can call the other methods.
+    """
 
     def __init__(self, meet: Callable[[], None]) -> None:
         """Create a barrier. `meet` returns once all workers have called it, and raises `RuntimeError` if it fails."""
@@ -41,7 +44,7 @@ class StepBarrier:
     def wait(self) -> bool:
         """Wait until all workers have complete gradients. Return False if the group has ended before that.
 
-        Raises `RuntimeError` if the barrier fails although the group has not ended.
+        Raises `RuntimeError` if the barrier fails even though the group has not ended.
         """
         error = None
         try:

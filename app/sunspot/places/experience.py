@@ -43,7 +43,7 @@ class Experience:
     "The exponentially weighted average of the shares until then."
 
     def then(self, time: float, share: float) -> Experience:
-        """Return the experience after another sighting, or the same experience if the sighting is not newer."""
+        """Return the experience after another sighting. Ignores a sighting that is not newer than the last one."""
         passed_s = time - self.time
         if passed_s <= 0:
             return self

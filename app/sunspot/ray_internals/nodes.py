@@ -48,7 +48,7 @@ def name_node(node_id: str) -> str:
 
 
 def head_nodes() -> set[str]:
-    """Return the Ray IDs of the nodes on which the cluster's head runs."""
+    """Return the Ray IDs of all head nodes that Ray knows."""
     return {str(node["NodeID"]) for node in ray.nodes() if "node:__internal_head__" in node["Resources"]}
 
 

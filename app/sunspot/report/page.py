@@ -72,7 +72,7 @@ def fitting(sections: Iterable[Html]) -> Iterator[Html]:
 def whole_page(title: str, body: Html, head: str = "") -> bytes:
     """Return an HTML page, encoded as UTF-8.
 
-    By default, `head` contains the style sheet and the content security policy.
+    If `head` is empty, the page's head contains the style sheet and the content security policy.
     """
     head = head or f"{STANDALONE}\n<style>\n{STYLE.read_text(encoding='utf-8')}</style>"
     page = (

@@ -1,4 +1,4 @@
-"""Reads the state of a run, or everything about it, from storage."""
+"""Reads the state of a run, or everything about the run, from storage."""
 
 import contextlib
 import time
@@ -84,7 +84,7 @@ class RunSeen:
 
     @property
     def last_active(self) -> float:
-        """The time of the last sign of life or submission, in seconds since the epoch."""
+        """The time of the last submission or sign of life, in seconds since the epoch."""
         return max(self.status.seen if self.status else self.summary.last_active, self.summary.submitted)
 
     @property
@@ -117,7 +117,8 @@ class RunSeen:
     ) -> "RunDetails":
         """Return this object together with everything else that was read from storage.
 
-        The result's `time` is the current time, so that no age is negative.
+        The result's `time` is the current time. With this object's older `time`, the age of newer data would be
+        negative.
         """
         return RunDetails(
             **vars(replace(self, time=time.time())),
@@ -147,9 +148,10 @@ def look(run: Run) -> RunSeen:
 
 
 def _list_parts(run: Run, status: Status | None) -> RunSummary:
-    """Return a summary of a run that is not alive, from which the run's state is derived.
+    """Return a summary of the files of a run that is not alive. The run's state is derived from this summary.
 
-    If `status` is None, all of the run's folders are listed, and otherwise only those that can be newer than `status`.
+    If `status` is None, all of the run's folders are listed. Otherwise, only folders with files that can be newer than
+    `status` are listed.
     """
     folders = [run.name]
     if status:
@@ -172,7 +174,7 @@ def read_listed(storage: Storage, listed: Mapping[str, RunSummary]) -> list[RunS
 
 
 def _refreshed(run: Run, status: Status | None) -> Status | None:
-    """Return `status`, or read it again if the run seems silent, because an NFS client can lag by a minute."""
+    """Return `status`, or a newly read status if the run seems silent, because an NFS client can lag by a minute."""
     silent = status and not status.state.terminal and time.time() - status.seen > SILENT_AFTER_S
     if silent and not run.storage.is_bucket:
         with contextlib.suppress(StorageError):  # this user might not have write access
@@ -352,8 +354,8 @@ def find_end(seen: RunSeen, attempts: Sequence[Attempt], written: float) -> floa
 def find_end_of_nodes(seen: RunSeen, attempts: Sequence[Attempt], written: float) -> float:
     """Return the time until which the workers had nodes. The arguments are those of `find_end`.
 
-    If the run's newest driver has not claimed an attempt yet, it might not have nodes. In this case, the time is
-    `written`.
+    If the run's newest driver has not claimed an attempt yet, its workers might not have nodes. In this case, the
+    result is `written`.
     """
     if seen.state.terminal or not seen.status or not attempts:
         return find_end(seen, attempts, written)

@@ -33,8 +33,8 @@ def training_environment(given: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a training process.
 
     Settings in `given` override this process's environment, and the environment overrides the settings file (FILE). If
-    the task is a file, the file's module replaces it, and the module's folder is added to PYTHONPATH. Raises
-    `SettingsError` if a setting or the settings file is invalid.
+    the task is a file's path, the file's module replaces the path, and the module's folder is added to PYTHONPATH.
+    Raises `SettingsError` if a setting or the settings file is invalid.
     """
     os.getcwd()  # raises FileNotFoundError if it was deleted; torch would abort the process
     kept = as_variables(read_settings_file(FILE))

@@ -150,7 +150,7 @@ def replace_parameters(
 
 
 def read_values(model: nn.Module, positions: WeightPositions) -> None:
-    """Read a model's parameters from safetensors files. Of a sharded parameter, read only this worker's shard."""
+    """Read a model's parameters from safetensors files, but only this worker's shard of each sharded parameter."""
     from safetensors import safe_open
 
     own = dict(model.named_parameters())

@@ -53,12 +53,12 @@ MODEL = "model.pt"
 class Delivery:
     """Delivers one run to one service, continuing where an earlier delivery ended.
 
-    A metric record is delivered as soon as there is a checkpoint of its step or of a later step, because the run can
-    then no longer return to an earlier step. Each step is therefore delivered only once. If a checkpoint is lost, the
-    steps that the run repeats are not sent again.
+    A metric record is delivered once there is a checkpoint of its step or of a later step, because the run normally
+    repeats only steps after its newest checkpoint. Each step is delivered only once. If a checkpoint is lost and the
+    run repeats delivered steps, these steps are not sent again.
 
-    Drivers deliver in turn, because a run has several drivers while it moves. A driver's turn begins once it has
-    claimed the run and the earlier driver's delivery has ended (`_take_turn`).
+    Drivers deliver in turn, because a run has several drivers while it moves. A driver's turn begins once the driver
+    has claimed the run and the earlier driver's delivery has ended (`_take_turn`).
     """
 
     def __init__(self, run: Run, name: str, project: str, driver: str = "") -> None:
@@ -172,7 +172,7 @@ class Delivery:
     def _take_turn(self) -> bool:
         """Begin this driver's turn, unless an earlier driver's delivery may still send records.
 
-        The turn begins at the latest TURN_AFTER_S seconds after the claim, because the earlier delivery's process may
+        The turn begins no later than TURN_AFTER_S seconds after the claim, because the earlier delivery's process may
         be gone. Returns True if the turn has begun.
         """
         if self.delivered.driver == self._driver or not self._driver:

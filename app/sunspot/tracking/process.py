@@ -1,4 +1,4 @@
-"""Starts the process that delivers a run to a tracking service while it trains.
+"""Starts the process that delivers a run to a tracking service while the run trains.
 
 A separate process keeps training independent of the service: importing the service's library takes seconds and about
 180 MB, and the service can hang.
@@ -75,7 +75,7 @@ def tracked(run: Run, settings: Settings, driver: str = "") -> Iterator[None]:
 
     On exit, waits up to FINISH_TIMEOUT_S for the delivery of the last records.
 
-    Failures are printed and do not affect the run. If another driver takes over the run from `driver`, that driver
+    Failures are printed and do not affect the run. If another driver takes over the run from `driver`, the new driver
     starts its own delivery. The delivery process exits when its stdin is closed, which also happens if this
     process is killed.
     """

@@ -56,10 +56,10 @@ class NanWatch:
     def look(self, record: Mapping[str, Any], newest: list[Batch], saves: bool) -> None:
         """Check a closed metric window. All workers call this together.
 
-        `record` is the window's record. `newest` holds this worker's values from the window's last step. A loss that
-        is not finite counts only if it is the loss of this last step. In earlier steps, single rows may have caused
-        such a loss, or a loss scaler may have skipped the step. The weights are checked if the window's mean loss is
-        not finite, or if the state will be saved (`saves`).
+        `record` is the window's record. `newest` contains this worker's values from the window's last step. A loss
+        that is not finite counts only in this last step. In an earlier step, such a loss may have been harmless: it may
+        have come from a few rows, or a loss scaler may have skipped the step. The weights are checked if the window's
+        mean loss is not finite, or if the state will be saved (`saves`).
         """
         losses = {name for name in names_of_losses(record) if not math.isfinite(record[name])}
         suspect = bool(losses)

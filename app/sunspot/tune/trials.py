@@ -1,8 +1,8 @@
 """The trials of a search, each of which is a run inside a Ray Tune trial.
 
-Tune's ASHA scheduler decides which trials continue. Tune stores nothing, because a trial's state is in its run. When a
-search resumes, ended trials only replay their history to the scheduler, and the others resume from their checkpoints. A
-trial that ASHA rejects is not killed. Its run is stopped as if by a user: it saves, and stays stopped.
+Tune's ASHA scheduler decides which trials continue. Tune's own files are discarded, because a trial's state is in its
+run. When a search resumes, ended trials only replay their history to the scheduler, and the others resume from their
+checkpoints. A trial that ASHA rejects is not killed. Its run is stopped as if by a user: it saves, and stays stopped.
 """
 
 import math
@@ -104,7 +104,10 @@ def await_nodes(trials: tuple[Settings, ...], observe: Callable[[], tuple[dict[s
 
 
 def allocate(trials: tuple[Settings, ...], cluster: dict[str, float], nodes: int) -> Allocation:
-    """Divide the cluster's resources among the trials. `cluster` has the total resources of all `nodes` nodes."""
+    """Divide the cluster's resources among the trials.
+
+    `cluster` contains the total resources, and `nodes` is the number of nodes.
+    """
     settings = trials[0]
     workers = settings.num_workers.most
     wanted = settings.concurrent_trials

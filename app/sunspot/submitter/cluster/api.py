@@ -398,7 +398,8 @@ def connect(context: str | None = None, namespace: str | None = None) -> Cluster
 def try_connect(context: str | None, namespace: str | None) -> tuple[Cluster | None, str]:
     """Return the cluster and an empty string, or None and the reason why there is no cluster.
 
-    Raises the error instead if a context or a namespace was given.
+    Raises `ClusterError` instead if a context or a namespace was given, and `SettingsError` if the namespace's name is
+    invalid.
     """
     try:
         return connect(context, namespace), ""

@@ -139,7 +139,7 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, t
     # Reject the job if another owner trains the run, or if another run has the job's name.
     snapshot, job = _observe_job(access, name)
     if snapshot.storage.summary.deleting:
-        raise ConflictError(f"{run.name} is {RunState.DELETING}: {snapshot.state()[1]}; then submit it again")
+        raise ConflictError(f"{run.name} is {RunState.DELETING}: {snapshot.state()[1]}; submit again once it is gone")
     moves_from = settings_of(prepared.manifest).get(MOVES_FROM, "")  # this RayJob ends for the new one
     others = [
         other
@@ -300,7 +300,7 @@ def _make_record(cluster: Cluster, prepared: PreparedJob) -> SubmissionRecord:
 
 
 def _keep_record(run: Run, record: SubmissionRecord) -> None:
-    """Write the record to storage. Only warns on failure, because only people read the record."""
+    """Write the record to storage. Only warns on failure, because the RayJob has already been applied."""
     try:
         record_submission(run, record)
     except StorageError as error:
@@ -310,7 +310,7 @@ def _keep_record(run: Run, record: SubmissionRecord) -> None:
 def describe_owner_elsewhere(access: RunAccess, snapshot: RunSnapshot) -> str:
     """Return a message if the run is alive and its owner is not in this namespace, or an empty string.
 
-    If the owner is in this namespace but its RayJob is not, the RayJob has just been deleted, so there is no message.
+    The owner's RayJob may have just been deleted from this namespace. There is no message in this case either.
     """
     status, cluster = snapshot.storage.status, access.require_cluster()
     if not status or not is_alive(status, snapshot.cluster.time):

@@ -240,7 +240,7 @@ def _set_machine(group: dict[str, Any], machine: Machine) -> None:
 
 
 def _add_data_cache(group: dict[str, Any], size: str | None) -> None:
-    """Add a volume for the dataset cache. The kubelet counts it towards the pod's limit of ephemeral storage."""
+    """Add a volume for the dataset cache. The kubelet counts it toward the pod's ephemeral storage limit."""
     if not size:
         return
     bytes_in_all = math.ceil(parse_quantity(size) * CACHE_MARGIN)

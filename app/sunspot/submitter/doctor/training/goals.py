@@ -9,7 +9,7 @@ from sunspot.submitter.findings import Diagnosis, Finding, Severity
 
 
 def find_missed_goals(case: Case) -> Iterator[Finding]:
-    """Yield a finding if the run will miss its DEADLINE, and one if its BUDGET is too small."""
+    """Yield a finding if the run will miss its DEADLINE, and another if its BUDGET is too small."""
     expected = forecast(case.seen)
     if expected.late_s:
         advice = "use more workers or faster nodes (a larger SUNSPOT_NUM_WORKERS, another place), or a later deadline"
