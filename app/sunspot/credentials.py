@@ -147,7 +147,7 @@ def _entropy_bits(text: str) -> float:
 
 
 def find_credential_arguments(value: Any, name: str = "") -> Iterator[str]:
-    """Find arguments in a JSON value whose names indicate credentials, and yield their paths."""
+    """Search a JSON value for arguments whose names indicate credentials, and yield the paths of these arguments."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from find_credential_arguments(item, f"{name}.{key}" if name else str(key))

@@ -1,4 +1,4 @@
-"""Plans a run's data, steps and resources before it starts, with a reason for each value that it chooses."""
+"""Plans a run's data, steps and resources before the run starts, and gives a reason for each chosen value."""
 
 import json
 import math
@@ -53,9 +53,9 @@ class Plan:
         """Maximum number of rows in a forward pass.
 
         This is MICRO_BATCH_SIZE or, if MICRO_BATCH_SIZE is 0, a worker's share of a step when all workers train. If
-        COMPILE is on, it is the largest pass that such a share needs, which can be smaller than MICRO_BATCH_SIZE. After
-        the loss of a worker, the other workers get larger shares but need no more memory, because they accumulate
-        gradients.
+        COMPILE is on, a worker's share is split evenly into passes of at most MICRO_BATCH_SIZE rows, and this is the
+        size of the largest pass. After the loss of a worker, the other workers get larger shares but need no more
+        memory, because they accumulate gradients.
         """
         settings, limit = self.settings, self.settings.micro_batch_size
         if limit and settings.compile == "off":
@@ -190,7 +190,7 @@ def describe_batch(steps: Steps) -> str:
 
 
 def describe_ways_to_evaluate(task: Task) -> str:
-    """Return advice on how to give a run of this task held-out rows."""
+    """Return advice on how to add held-out rows to a run of this task."""
     own = "return train and test from build_dataset"
     share = "hold out a tenth of the rows with SUNSPOT_TEST_SHARE=0.1"
     if "test_share" in task.unread:

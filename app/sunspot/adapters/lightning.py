@@ -160,7 +160,7 @@ class LightningTask(Task):
         return self.per_row(model, lambda: step(given, **index), len(batch["row"]))[:2]
 
     def per_row(self, model: LightningModule, step: Callable[[], Any], rows: int) -> tuple[torch.Tensor, Batch, Any]:
-        """Call `step`, which computes a batch of `rows` rows.
+        """Call `step`, which processes a batch of `rows` rows.
 
         Returns the loss and the logged metrics, each of shape [rows], and the value that `step` returned. Every row
         gets the batch's mean. Means over all workers are therefore exact, even if workers have different numbers of

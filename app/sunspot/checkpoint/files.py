@@ -210,10 +210,11 @@ def load_checked(run: Run, checkpoint: Checkpoint, file: str, source: BinaryIO |
 
 
 def unpack(source: BinaryIO | str) -> Any:
-    """Load a file written by `torch.save` on the CPU. Raises `ValueError` for anything but tensors and plain values.
+    """Load a file that was written by `torch.save`. All tensors are loaded on the CPU.
 
-    No code in `source` is executed, and nothing is decompressed. If `source` is a path, the tensors are private
-    mappings of the file's pages, or copies if the file cannot be mapped.
+    Raises `ValueError` if the file is damaged, or contains anything but tensors and plain values. No code in `source`
+    is executed, and nothing is decompressed. If `source` is a path, the tensors are private mappings of the file's
+    pages, or copies if the file cannot be mapped.
     """
     try:
         refuse_compressed(source)

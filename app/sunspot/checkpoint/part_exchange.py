@@ -1,8 +1,8 @@
 """Keeps each part of a sharded state in the memory of two nodes, so that losing a node loses no part.
 
-Each worker's seal thread sends its part to a worker on the next node while training continues, unless another node
-already has the same part in another replica (PARALLEL=hsdp). The seal threads use a separate process group, and wait at
-most TIMEOUT_S for an unresponsive worker.
+Each worker's seal thread sends its part to a worker on the next node while training continues. Under PARALLEL=hsdp,
+workers of several replicas have the same part. If these workers are on different nodes, they do not send the part. The
+seal threads use a separate process group, and wait at most TIMEOUT_S for an unresponsive worker.
 """
 
 import itertools
@@ -78,7 +78,7 @@ class PartExchange:
     def complete(self, slot: Slot, manifest: Checkpoint, sidecar: bytes, changed: Changed = tuple) -> None:
         """Mark the copy of this worker's part as complete, like `NodeMemory.complete`, and send it to another node.
 
-        The copy becomes the newest once all parts exist twice. All workers must call this together, in their seal
+        It becomes the newest copy once all parts exist twice. All workers must call this together, in their seal
         threads.
         """
         try:

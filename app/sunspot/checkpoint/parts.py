@@ -166,7 +166,7 @@ class ShardWriter:
     def write_weights(self, snapshot: Snapshot) -> dict[str, Any]:
         """Write this rank's share of the model's safetensors files, and return their index.
 
-        Their tensors are read from all ranks' parts.
+        The tensors are read from all ranks' parts.
         """
         run = self._run
         name = snapshot.manifest.name

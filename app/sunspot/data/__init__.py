@@ -10,10 +10,10 @@ rows by row group.
 3. `dataset_files.list_files` lists a dataset's files on disk or in a bucket. For an Iceberg table,
 `iceberg.find_snapshot` lists the files instead. `disk_cache.DiskCache` caches data from buckets on the node's disk.
 `table_files.open_table_file` opens a file of any supported format. Tar files need an index, which `tar_index` writes.
-`columns.Column` converts a file's values to arrays. `labels` numbers the classes.
+`columns.Column` converts a file's values to arrays. `labels` assigns a number to each class.
 
-4. `held_out.hold_out` holds out rows if TEST_SHARE is set. `mixed_source.open_mixture` applies steps 1 to 4 to each
-source of a mixture, and joins the sources.
+4. `held_out.hold_out` holds out rows if TEST_SHARE is set. `mixed_source.open_mixture` opens each source of a mixture
+like a single dataset, and joins the sources.
 
 5. `order.RunOrder` and `order.Steps` assign rows to steps and to workers.
 

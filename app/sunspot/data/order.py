@@ -10,11 +10,11 @@ workers:
     rank 0 takes (`share`)             7 2       4 1       5 6
     rank 1 takes                           9 0       8 3            too few rows for both
 
-Each worker then computes its rows in one or more forward passes (`micro_batches`).
+Each worker then processes its rows in one or more forward passes (`micro_batches`).
 
 An epoch has as many rows as all sources together. With a single source, it is a pass through that source (`Order`). In
-a mixture, `RunOrder` first assigns a source to each position of the run. The rows of each source follow in the order of
-the source's own passes, which continue across epochs. For example, with two small sources a and b:
+a mixture, `RunOrder` first assigns a source to each position of the run. The rows of each source are taken in the order
+of the source's own passes, which continue across epochs. For example, with two small sources a and b:
 
     rows of a (weight 2), pass by pass       2 0   1 2   1 0   0 1
     rows of b (weight 1), pass by pass     1     0     0     1

@@ -2,38 +2,38 @@
 
 There are two modes; `plan.can_outlive` chooses one for a run. In survivor mode, a loss does not stop the other
 workers. They repeat the interrupted step without the lost worker, unless the step was complete. Ray replaces only the
-lost process. Survivor mode needs LOADER=torch, Sunspot's training loop or a task's `train(run)`, and a single node
-group; SURVIVORS=off disables it. In restart mode, a loss ends the whole worker group, and Ray Train starts a new one
-from the newest state.
+lost process. Survivor mode needs LOADER=torch and a single node group, and the task must use Sunspot's training loop or
+define `train(run)`. SURVIVORS=off disables survivor mode. In restart mode, a loss ends the whole worker group, and Ray
+Train starts a new group from the newest state.
 
 Who decides that a worker is lost
 ---------------------------------
 In survivor mode, membership_channel.MembershipServer.declare_lost decides, in the driver. Each worker has a connection
-to the server, and member_connections.MemberConnections serves all of them in one thread. A worker is lost at once if
-its connection ends because the process has exited. It is lost after MACHINE_LIMIT_S (1 s) if the kernel of its machine
-no longer acknowledges packets, and after PROCESS_LIMIT_S (10 s) if its process sends no heartbeat. While a worker
-builds its model, it may be silent for longer. Ray finds out later. failures.FailureJudge then counts the loss against
-MAX_FAILURES, and Ray replaces the process.
+to the server, and member_connections.MemberConnections serves all connections in one thread. A worker is lost at once
+if its connection ends because the process has exited. It is lost after MACHINE_LIMIT_S (1 s) if the kernel of its
+machine no longer acknowledges packets, and after PROCESS_LIMIT_S (10 s) if its process sends no heartbeat. While a
+worker builds its model, it may be silent for longer. Ray notices the loss later than the server. failures.FailureJudge
+then counts the loss against MAX_FAILURES, and Ray replaces the process.
 
 In restart mode, Ray Train's controller decides. A worker is lost if its actor has died or does not answer a health
 check. Ray then calls failure_callback.FailureCallback, which asks failures.FailureJudge whether another group starts.
 The judge treats the errors in ray_internals.controller.LOST as the loss of a worker, and any other error as one that
 the worker raised itself.
 
-merged_incidents.Incidents merges what all observers report about one loss into one incident for the loss's receipt.
+Several observers report each loss. merged_incidents.Incidents merges their reports into one incident.
 
 In both modes, watchdog.Watchdog terminates its own process if the process takes no step for HANG_TIMEOUT_S. The process
-then counts as lost. Three functions look similar, but do not decide whether a worker is lost. nodes.find_lost only
-reports that a node is gone, so that the receipt can name the cause of the loss. ray_internals.nodes.reachable_nodes
-chooses nodes for new workers. In survivor mode, ray_internals.controller.end_lost shuts down dead and unresponsive
-workers that Ray is about to replace.
+then counts as lost. Three more functions handle lost nodes or workers, but do not decide whether a worker is lost.
+nodes.find_lost only reports that a node is gone, so that the receipt can name the cause of the loss.
+ray_internals.nodes.reachable_nodes chooses nodes for new workers. In survivor mode, ray_internals.controller.end_lost
+shuts down dead and unresponsive workers that Ray is about to replace.
 
 A loss in survivor mode, from the last packet of a process to the next step
 ---------------------------------------------------------------------------
 These functions and classes take part. Step 3 often begins before steps 1 and 2, because the kernel closes the
-connections of a killed process at once, and gloo then raises an error. This can also happen on GPUs, where decisions
-and the exchange of row IDs (AUDIT) use gloo. `Survivor.outlives` therefore waits up to CLOSED_WITHIN_S for the message
-of step 2.
+connections of a killed process at once, and gloo then raises an error. `Survivor.outlives` therefore waits up to
+CLOSED_WITHIN_S for the message of step 2. In a run on GPUs, gloo can raise this error, too, because decisions and the
+exchange of row IDs (AUDIT) always use gloo.
 
  1. membership_channel.MembershipServer   declares the process lost (`declare_lost`), reports the loss for its receipt
                                           (`_note_loss`), and tells the other members of its group that this group has
@@ -101,7 +101,7 @@ A restart of the whole group, from the notice to the first step of the new group
 12. restore.load_start                    loads that state on every rank; train.loop.train_loop takes the first step
 13. receipts.OpenIncident                 makes a receipt of the restart (train.reporter.Reporter.took_step)
 
-If the run scales up or moves to better nodes, steps 1 and 2 do not happen, and NodeMonitor finds these nodes in step 3.
+If the run scales up or moves to better nodes, steps 1 and 2 are skipped, and NodeMonitor finds the new nodes in step 3.
 A loss in restart mode begins with step 10. If the head node is preempted, step 4 is
 `control.ControlChannel.request_save`: the workers save, and keep training until the head is gone. A new driver then
 continues the run.

@@ -80,7 +80,7 @@ class ControlChannel:
     def close_incident(self) -> Incident:
         """Return the incident that started the current group, and clear it.
 
-        Call this once the group has taken a step.
+        Call this after the group's first step.
         """
         return self._incidents.take_step()
 
@@ -164,7 +164,7 @@ class ControlChannel:
     def set_counts(self, counts: FailureCounts, replacements: int = 0) -> None:
         """Store the failure counts, which now include all losses reported so far.
 
-        `replacements` of the newly reported lost processes were replacements that could not train.
+        `replacements` is the number of newly reported processes that were replacements and could not train.
         """
         self._counts, self._lost_on = counts, []
         self._unjudged_replacements -= replacements
@@ -174,8 +174,8 @@ class ControlChannel:
 
         The driver calls this, and later rank 0 of the next group calls `begin_group`. Ray does not guarantee that the
         calls of two processes arrive in order, but forming a group takes much longer than this call. If this call
-        arrived too late anyway, the time of the loss and the lost rank would appear not in the receipt of this loss,
-        but in the next receipt.
+        arrived too late anyway, the receipt of this loss would lack the time and the lost rank. They would appear in
+        the next receipt.
         """
         self.log(
             f"lost {incident.detail}; {'the other workers keep training' if others_train else 'no worker is left'}"

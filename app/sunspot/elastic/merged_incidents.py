@@ -93,7 +93,7 @@ class Incidents:
     def take_step(self) -> Incident:
         """Return the incident that started the current group, and clear it.
 
-        Call this once the group has taken a step.
+        Call this after the group's first step.
         """
         began, self._began = self._began, Incident()
         return began

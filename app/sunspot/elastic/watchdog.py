@@ -96,8 +96,8 @@ class Watchdog:
     """Terminates this process if the thread that created the watchdog has taken no step for `timeout_s` seconds.
 
     A `timeout_s` of 0 disables the watchdog. Before the process exits, the watchdog records an event in this rank's
-    journal and calls `on_hang`. A hung rank of the previous attempt may have left only its stacks on this node. This
-    watchdog then records that rank's hang and calls `on_hang`.
+    journal and calls `on_hang`. A hung rank of the previous attempt may have written its stacks to this node without
+    recording an event. In that case, this watchdog records the hang of that rank and calls `on_hang`.
 
     Before the group has claimed an attempt, ranks take no steps, so each message from the other ranks counts as a
     heartbeat.
@@ -234,7 +234,7 @@ class Watchdog:
 def _cancel_timers_at_fork() -> None:
     """Cancel the timer before each fork.
 
-    A child process would have the timer's lock but not the timer's thread, and hang.
+    Otherwise, a child process would have the timer's lock but not the timer's thread, and would hang.
     """
     os.register_at_fork(before=faulthandler.cancel_dump_traceback_later)
 

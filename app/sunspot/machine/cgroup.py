@@ -35,7 +35,7 @@ class Throttling(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Fraction of the periods in which the group was throttled."""
+        """Fraction of the `periods` that were throttled."""
         return self.throttled / self.periods if self.periods > 0 else 0.0
 
 

@@ -1,4 +1,4 @@
-"""Sets up torch's process group as Ray Train does, and another library's communication if one is configured.
+"""Sets up torch's process group as Ray Train does, and the communication of another library if the task needs it.
 
 ray.train.torch.config._TorchBackend   Ray's backend for torch. Its configuration is public, but the backend is not.
 a group's execute_single_async         runs a function on one worker before the training function begins. A backend's

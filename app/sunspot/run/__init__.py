@@ -10,7 +10,7 @@
         stop.json                         exists as long as the run must not train
         profile.json                      exists while `sunspot profile` waits for a profile
         profiles/20261129T141013Z3f2a9c1e/rank-0000.json.gz
-                                          the trace of a rank; rank-0000.json next to it contains its cost (profiles.py)
+                                          the trace of a rank; rank-0000.json has the cost of tracing (profiles.py)
         scale.json                        the number of workers that a user has asked for, within NUM_WORKERS
         handover.json                     exists while workers in a new place wait for the old driver to save and stop
         delete.json                       exists while the run is being deleted

@@ -203,7 +203,7 @@ def ensure_committer(run: Run, attempt: Attempt, name: str) -> Attempt:
     """Return the newest attempt if rank 0 of `attempt` is allowed to commit the checkpoint `name` (`may_commit`).
 
     Raises `SupersededError` if the commit is not allowed. Call this before the commit, and before deleting any other
-    checkpoint. Until the newest attempt has chosen where it starts, no checkpoint may be deleted.
+    checkpoint. Do not delete a checkpoint until the returned attempt has chosen where it starts (`Attempt.chosen`).
     """
     try:
         ensure_owner(run, attempt)
@@ -367,7 +367,7 @@ def find_newest_good(
     """Return the newest intact checkpoint of the run's lineage, and the skipped newer checkpoints, newest first.
 
     Checkpoints with weights that are not finite are skipped too, unless all intact checkpoints have such weights. With
-    `trust_listing`, files with an unchanged version are not read, so the checkpoint may be displayed but not loaded.
+    `trust_listing`, files with an unchanged version are not read, so only display the checkpoint, and do not load it.
     If `inspect` is given, it is called instead of `find_faults`.
     """
     inspect = inspect or (lambda found, listed: find_faults(run, found, listed if trust_listing else None))

@@ -1,9 +1,10 @@
 """The journals of a run: its metric history, the metrics of each rank, and its events.
 
 The metrics of each rank have a journal of their own, because they would make up most of the metric history. A
-record in this journal has the same `attempt`, `step`, `time`, `steps` and `seconds` as in the metric history. It also
-has `ranks`, which maps each name to the values of all ranks. Old records are combined (observe/ranks.py). A combined
-record has the time and step of the last record that it replaces, and the number of replaced records in `records`.
+record in this journal has the fields `attempt`, `step`, `time`, `steps` and `seconds`, as in the metric history. It
+also has `ranks`, which maps each name to the values of all ranks. Old records are combined (observe/ranks.py). A
+combined record has the time and step of the last record that it replaces, and the number of replaced records in
+`records`.
 """
 
 import contextlib
@@ -96,7 +97,7 @@ class Journals:
 
 
 def tidy_journals(run: Run, before: int) -> None:
-    """Merge the small objects of attempts older than `before`. Raises `StorageError`."""
+    """Merge the small objects of attempts older than `before`. Raises `StorageError` if storage fails."""
     for kind in FORMS:
         tidy_lines(run.storage, run.key(kind), before)
 

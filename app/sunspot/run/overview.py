@@ -144,8 +144,8 @@ def summarize_run(name: str, entries: Collection[Entry]) -> RunSummary:
 def holds_run(name: str, entries: Collection[Entry]) -> bool:
     """Return True if these objects belong to a run, even one with an interrupted start or deletion.
 
-    The names of the objects in subfolders are checked, too, because a user's own folder can also contain a subfolder
-    such as `logs`.
+    A subfolder with a name such as `logs` is not enough, because a user's own folder can contain such a subfolder. The
+    names of the objects in the subfolder must also match those of a run.
     """
 
     def is_of_run(entry: Entry) -> bool:
@@ -215,7 +215,7 @@ def describe_stall(status: Status) -> str:
 
 
 def describe_work(status: Status, asked: object = None) -> str:
-    """Return a reason for a live run's state, derived from a status that contains no reason.
+    """Return a reason for a live run's state, based on its status.
 
     `asked` is the requested number of workers if fewer are training, or None otherwise.
     """

@@ -1,9 +1,9 @@
 """The settings of a run: their definitions, a search over them, and the file `sunspot.toml`.
 
 `definitions.py` has one field for each setting, which is read from an environment variable (`fields.py`).
-`job_context.py` has the values that a job's manifest sets in the same way. `file.py` reads settings from
-`sunspot.toml`. `task_arguments.py` reads `SUNSPOT_TASK_ARGS`. `worker_range.py` counts workers in whole replicas of the
-model. `search_space.py` parses a search space, and draws the values of each trial.
+`job_context.py` has the environment variables that only a job's manifest sets. `file.py` reads settings from
+`sunspot.toml`. `task_arguments.py` reads `SUNSPOT_TASK_ARGS`. `worker_range.py` defines the allowed numbers of
+workers. `search_space.py` parses a search space, and draws the values of each trial.
 """
 
 from sunspot.settings.definitions import (

@@ -141,7 +141,7 @@ def probe_storage(storage: Storage) -> Iterator[Check]:
 
 
 def probe_small(storage: Storage, key: str) -> Check:
-    """Measure the latency of a small object."""
+    """Measure the latency of writing and reading a small object."""
     content = os.urandom(SMALL)
     writes = [seconds(lambda: storage.write(key, content)) for _ in range(SMALL_TIMES)]
     reads = [seconds(lambda: storage.read(key)) for _ in range(SMALL_TIMES)]

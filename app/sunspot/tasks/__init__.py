@@ -48,7 +48,7 @@ def load_predict(settings: Settings) -> Predict:
 
 
 def find_predict(task: Task) -> Predict:
-    """Return the `predict` of a task that is already loaded, as `load_predict` does."""
+    """Return a loaded task's `predict`, wrapped in the same way as by `load_predict`."""
     predict = task.predict
     if predict is None:
         raise task.error(

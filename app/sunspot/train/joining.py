@@ -80,7 +80,7 @@ class WorkerConfig:
         return open_run(self.plan.settings.storage_path, self.plan.settings.run_name)
 
     def replica_groups(self) -> ReplicaGroups | None:
-        """Return groups that have not formed yet, or None if PARALLEL is not hsdp."""
+        """Return new `ReplicaGroups`, which have not formed yet, or None if PARALLEL is not hsdp."""
         settings = self.plan.settings
         return ReplicaGroups(settings.shard_degree) if settings.parallel == "hsdp" else None
 
@@ -150,7 +150,7 @@ class Joining(ExitStack):
         """Claim the run's next attempt with the other workers, starting from the newest state that any worker has.
 
         Returns None if this job may no longer train the run. An error that no retry can fix is reported to the
-        driver and then raised. If Ray starts another worker group for this job, that group ends at once.
+        driver and then raised. After such a report, this method returns None in every later group of the job.
         """
         config, survivor = self._config, self._survivor
         plan = config.plan

@@ -116,7 +116,7 @@ class PlayedSchedulers:
     """
 
     def __init__(self, plan: Plan, task: Any, built: Optimizer, total_steps: int) -> None:
-        """Build the schedulers. `built` is an optimizer with the same groups as the task's new optimizer."""
+        """Build the schedulers. `built` is a stand-in for the task's new optimizer."""
         self._plan = plan
         self._built = built
         self._build = task.build_scheduler

@@ -70,8 +70,8 @@ def ask_nodes(
     """Run `act` on each node with that node's arguments, and return the problems that it finds.
 
     A warning names the nodes that do not answer. `what` describes the check in this warning. The process on a node
-    exits after `calls` calls of `act`, or never if `calls` is 0. Pass 1 for a check that uses the GPU, because a
-    training worker could otherwise inherit its process.
+    exits after `calls` calls of `act`, or never if `calls` is 0. Pass 1 for a check that uses the GPU, because Ray
+    could otherwise start a training worker in the same process.
     """
     task = ray.remote(num_cpus=0, max_retries=1, max_calls=calls)(act)
 

@@ -143,8 +143,8 @@ def judge(seen: ClusterSeen, stored: RunSeen) -> tuple[RunState, str]:
 def find_next_job(seen: ClusterSeen, stored: RunSeen) -> JobView | None:
     """Return the newest RayJob if a move started it and the driver in the old place is still alive, or None.
 
-    Also returns None if the run has ended in the old place and the newest RayJob is live, because the newest RayJob
-    then continues the run.
+    The driver counts as alive while its status is recent. Returns None in spite of a recent status if the old RayJob
+    shows that the run has ended, and the newest RayJob is live. The newest RayJob then continues the run.
     """
     job, status = seen.job, stored.status
     if not job or not status or not is_alive(status, seen.time):
@@ -403,7 +403,10 @@ def wanted_workers(job: JobView, stored: RunSeen) -> WorkerRange | None:
 
 
 def find_unmet_request(job: JobView, stored: RunSeen) -> WorkerRange | None:
-    """Return the requested number of workers if fewer are training, or None otherwise."""
+    """Return the requested number of workers if fewer workers are training.
+
+    Returns None if enough workers are training, or if no worker is training yet.
+    """
     own, requested = stored.status, wanted_workers(job, stored)
     if own is None:
         return None
