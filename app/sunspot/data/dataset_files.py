@@ -113,8 +113,8 @@ def list_files(location: str) -> DatasetFiles:
     """List a dataset's files, which all have the same format. Raises `DataError` if the format is ambiguous.
 
     A dataset saved by Hugging Face's `datasets` lists its files, in order, in STATE_FILE. For folders of images, the
-    result contains only the name PICTURES. If there are indexed tar files, or else Parquet files, only these are read.
-    All other tables and images are then skipped with a note.
+    result contains only the name PICTURES. If there are indexed tar files, only tar files are read. Otherwise, if there
+    are Parquet files, only Parquet files are read. In both cases, other tables and images are skipped with a note.
     """
     system, path = _file_system(location)
     with arrow_errors(location):
@@ -274,7 +274,7 @@ def _list_saved_dataset(location: str, state: bytes) -> list[str]:
 
 
 def open_file(path: str) -> pq.ParquetFile:
-    """Return a new reader for a Parquet file. Only the open file is cached, because readers have state."""
+    """Return a new reader for a Parquet file. Readers have state, so only the open file and its metadata are cached."""
     return pq.ParquetFile(_cached_handle(path), metadata=_cached_metadata(path), pre_buffer=True)
 
 

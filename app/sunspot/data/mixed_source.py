@@ -96,14 +96,15 @@ def open_mixture(
 
 
 def _refuse_mismatch(mixture: tuple[WeightedSource, ...], sources: Sequence[Source]) -> None:
-    """Raise `DataError` unless all sources have the same columns and class names, but different rows."""
+    """Raise `DataError` if the sources differ in columns or class names, or if two of them have the same rows."""
     seen: dict[str, str] = {}
     for each, source in zip(mixture, sources, strict=True):
         twin = seen.setdefault(source.fingerprint, each.location)
         if twin != each.location:
             raise DataError(
                 f"{PREFIX}DATASET: the sources {twin} and {each.location} have the same rows; list only one of "
-                f"them, with the sum of the two weights. If the task ignores {PREFIX}DATASET, it cannot use a mixture"
+                f"them, with the sum of the two weights. A task that ignores {PREFIX}DATASET cannot use a mixture, "
+                "because all sources would have the same rows"
             )
         found, expected = map(_describe_rows, (source, sources[0]))
         if found != expected:

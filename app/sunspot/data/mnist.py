@@ -134,8 +134,8 @@ def _download(data_root: str) -> None:
                 shutil.rmtree(aside, ignore_errors=True)
     except Timeout as error:
         raise DataError(
-            f"{error.lock_file}: another process that downloads MNIST into {data_root} has held this lock for {WAIT_S} "
-            "s; stop that process, or copy the files there yourself"
+            f"{error.lock_file}: another process that downloads MNIST has held this lock for {WAIT_S} s; stop that "
+            f"process, or copy the files into {_raw(data_root)} yourself"
         ) from error
     except Exception as error:  # torchvision's mirrors raise many kinds of errors
         failed = DataError(

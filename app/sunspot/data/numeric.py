@@ -42,7 +42,7 @@ def read_numbers(cells: pa.ChunkedArray, dtype: str, make_error: Callable[[int, 
 def find_inexact(numbers: np.ndarray, dtype: str) -> int | None:
     """Return the index of the first integer that a float `dtype` cannot represent exactly, or None.
 
-    A float represents an integer exactly if its bits, without trailing zeros, fit into the mantissa.
+    A float can represent an integer exactly if the integer's bits, without trailing zeros, fit into the mantissa.
     """
     most = _most_exact(dtype)
     if not numbers.size or np.iinfo(numbers.dtype).max <= most or (numbers.max() <= most and numbers.min() >= -most):

@@ -1,7 +1,7 @@
 """LOADER=ray: streams rows with Ray Data, which reads and decodes them in tasks across the cluster.
 
-One stream serves all workers until the end of the run, in rounds of a few shuffle windows. A task reads each round and
-cuts it into one part per worker. Each row is therefore read once, regardless of the number of workers, and
+One pipeline serves all workers of a group across all epochs, in rounds of a few shuffle windows. A task reads each
+round and cuts it into one part per worker. Each row is therefore read once, regardless of the number of workers, and
 each worker gets exactly its own rows, in the order of its steps. (In a mixture, a round can end within a window of any
 source except the one with the largest weight. The next round reads the row groups of that window again.)
 

@@ -199,7 +199,7 @@ class Membership:
             self._close(now)
 
     def report_barriers(self, uid: str, number: int, passed: int) -> None:
-        """Record how many barriers a member of generation `number` has passed. The generation is closed."""
+        """Record how many barriers a member has passed in generation `number`, which is closed."""
         if number == self.generation.number and self._is_member(uid):
             self._barriers[uid] = passed
             self._changed = True
@@ -263,7 +263,7 @@ class Membership:
 
     @property
     def leavers(self) -> list[Member]:
-        """Members that will leave the group at its next change. Other members, which stay, also have the state."""
+        """Members that will leave the group at its next change. Members that stay also have the newest state."""
         if not self._open:
             return []
         wanted = self._wanted()
@@ -309,7 +309,7 @@ class Membership:
         return [(uid, message) for uid in self._living()]
 
     def _answer(self) -> list[tuple[str, Message]]:
-        """Return the number of barriers to pass to each live member, once all live members have reported."""
+        """Once all live members have reported, return a message to each with the number of barriers it may pass."""
         living = self._living()
         if self._answered or not self._barriers or living - self._barriers.keys():
             return []

@@ -22,8 +22,8 @@ def arrange(
     After a loss, the steps can differ by one. If the bound members hold all shards of a step, one replica gets all
     shards of the newest such step, and can send them to the others.
 
-    Members of the same node form replicas first, because a node's own network is the fastest. Replicas of bound members
-    precede the other replicas, and both kinds keep the order of `members`.
+    Members on the same node form replicas first, because communication within a node is fastest. Replicas of bound
+    members precede the other replicas, and both kinds keep the order of `members`.
     """
     if degree == 1:
         return list(members)

@@ -1,4 +1,4 @@
-"""Finds a sick node, so that the run can stop using the node before it fails. This module does no I/O.
+"""Finds a sick node before the node fails, so that the run can stop using it. This module does no I/O.
 
 All workers wait for the slowest worker in each step, so a single slow node slows down the whole run. A hot GPU or a
 busy neighbor slows down the forward passes. Workers do not wait for each other in these passes, so the time of the

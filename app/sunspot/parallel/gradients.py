@@ -46,8 +46,8 @@ def prepare(model: nn.Module, settings: Settings, name: str = "", **options: boo
 def release(model: nn.Module) -> None:
     """Make a prepared model stop averaging gradients, so that the wrapped model can be prepared for another group.
 
-    This removes DDP's gradient hooks, because a loop might still use the prepared model. torch 2.15 has no public API
-    for this.
+    This removes DDP's gradient hooks, which would stay active if a loop kept a reference to the prepared model.
+    torch 2.15 has no public API for this.
     """
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
@@ -122,7 +122,7 @@ def _without_infinite(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def clip_gradients(model: nn.Module, max_norm: float, replicas: ReplicaGroups | None = None) -> None:
-    """Clip the norm of all averaged gradients to `max_norm`, or do nothing if it is 0.
+    """Clip the norm of all averaged gradients to `max_norm`, or do nothing if `max_norm` is 0.
 
     All workers must call this together, once per step. Under fsdp and hsdp, the norm covers all parts of the model.
     `replicas` are the worker's groups under hsdp. This does not wait for the device.

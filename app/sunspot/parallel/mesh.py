@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 def mesh_of(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
     """Return the mesh of a group. Its dimension is named after this process's rank in the group.
 
-    Torch 2.15 considers two meshes equal if they have the same ranks and the same names, and then uses the first of
-    them for the tensors of both. Without the rank in the name, a process that gets another rank would keep the position
-    of its first rank: it would train the right shard, but save it as another one.
+    If two meshes have the same ranks and names, torch 2.15 considers the meshes equal, and uses the first one for the
+    tensors of both. Without the rank in the name, a process whose rank changes would still have the position of its old
+    rank in the mesh. It would train the right shard, but save it as the shard of its old rank.
     """
     from torch.distributed.device_mesh import DeviceMesh
 

@@ -73,7 +73,7 @@ def read(run: Run, schema: type[Record], *parts: str) -> Record:
 
 
 def read_verified(run: Run, schema: type[Record], *parts: str) -> Record:
-    """Read an object written by `with_checksum`. Raises the same errors as `read`."""
+    """Read an object that `with_checksum` encoded. Raises the same errors as `read`."""
     key = run.key(*parts)
     return parse_verified(schema, read_content(run.storage, key), run.storage.locate(key))
 
@@ -110,7 +110,7 @@ def parse(schema: Any, content: bytes, place: str) -> Any:
 
 
 def parse_verified(schema: Any, content: bytes, place: str) -> Any:
-    """Parse the content of an object written by `with_checksum`. Raises `DamageError` if the checksum is wrong."""
+    """Parse an object that `with_checksum` encoded. Raises `DamageError` if the checksum is missing or wrong."""
     record = parse(dict[str, Any], content, place)
     if DIGEST not in record:
         raise DamageError(f"{place} cannot be used: it has no checksum")
@@ -141,7 +141,7 @@ def digest(record: dict[str, Any]) -> str:
 
 
 def read_or_default(read: Callable[[], Record], default: Record, damaged: list[str] | None = None) -> Record:
-    """Return the result of `read`. If the object is damaged, report that (`report_damage`) and return `default`."""
+    """Return the result of `read`. If the object is damaged, call `report_damage`, and return `default`."""
     try:
         return read()
     except DamageError as error:

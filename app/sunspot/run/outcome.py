@@ -141,7 +141,7 @@ def _changed_nothing(run: Run, begun: Status, before: Status | None, known: int,
     `begun` is the driver's first status, and `known` is the newest attempt at that time. A driver that ends before it
     claims an attempt, for example because of a typo, has not changed the run. Such a driver should not create a run,
     and its error should not replace the status of a run that another driver trains or has ended. However, if the driver
-    is a retry of the RayJob that trained the run last, the run ends with the driver.
+    belongs to the RayJob that last trained the run, `error` ends the run.
     """
     if newest_number(run) > known:
         return False
@@ -205,7 +205,7 @@ class DriverStatusWriter:
     def _take_precedence(self) -> None:
         """Write this driver's status if another driver trained the run before, but is now silent or has ended.
 
-        Until then, this driver's status has attempt 0, so that the other driver's status applies.
+        While the other driver is alive, this driver's status has attempt 0, so that the other driver's status applies.
         """
         own = newest_status(list_statuses(self._run), self.begun.driver)
         other = read_status(self._run)

@@ -1,7 +1,7 @@
 """The owner of a run: the RayJob or process that trains it.
 
 A RayJob's name is unique only within a namespace, and only until the job is deleted and created again. An owner
-therefore also has a cluster, a namespace and a submission. Attempts and statuses store it as the text
+therefore also has a cluster, a namespace and a submission. Attempts and statuses store an owner as
 `JOB#SUBMISSION@NAMESPACE/CLUSTER/PLACE`, without the parts that are not known. The place is a name in the user's
 profile, and is empty if the profile has no places.
 """

@@ -21,7 +21,7 @@ def lags(own_s: float, others_s: float, step_s: float, ratio: float = LAG_RATIO)
 
     The worker computes for `own_s` seconds per step, and the other workers for `others_s`. Neither time includes
     waiting for other workers. The whole step takes `step_s` seconds. A straggler computes for at least `ratio` times as
-    long as the others.
+    long as the others. Its lag is at least MIN_LAG_S seconds and at least LAG_FRACTION of the step.
     """
     lag_s = own_s - others_s
     return lag_s >= max(MIN_LAG_S, LAG_FRACTION * step_s) and own_s >= ratio * others_s

@@ -20,7 +20,7 @@ def parse_deadline(text: str) -> float | None:
 def parse_budget(text: str) -> float | None:
     """Return a budget in the currency of the prices, or None if `text` is empty.
 
-    Raises `ValueError` unless it is a finite number above 0.
+    Raises `ValueError` unless `text` is a finite number above 0.
     """
     if not text:
         return None

@@ -45,7 +45,7 @@ class CheckpointList:
 def list_checkpoints(run: Run, limit: int | None = None) -> CheckpointList:
     """Verify the newest `limit` checkpoints, or all of them if `limit` is None.
 
-    Reads one small file per checkpoint. Reads the other files only if the storage listing does not prove that they are
+    Reads one small file per checkpoint. The other files are not read if the storage listing proves that they are
     unchanged.
     """
     with progress_note("listing the checkpoints"):

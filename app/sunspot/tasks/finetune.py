@@ -2,14 +2,14 @@
 
 TASK_ARGS:
   `base`      path or URL of the model's directory, or its name on the hub (docs/finetune.md)
-  `head`      "text" (default) predicts the next token; "classes" predicts a text's class from the column `label`
+  `head`      "text" (default) predicts the next token; "classes" predicts a text's class (column `label`)
   `column`    name of the text column ("text")
   `context`   number of tokens in a row (512); texts are packed into rows, or truncated if `head` is "classes"
   `rank`      rank of LoRA's matrices; 0 (default) trains all weights
   `alpha`     LoRA's scale (twice the rank)
   `targets`   layers that LoRA adapts: "all-linear" (default) or a list of names
 
-Without LoRA, the weights are float32, and PRECISION=bf16 rounds them as they are used. With LoRA and PRECISION=bf16,
+Without LoRA, the weights are float32, and PRECISION=bf16 rounds them when they are used. With LoRA and PRECISION=bf16,
 the frozen weights of the base are bfloat16, and the trained weights stay float32.
 """
 
@@ -148,7 +148,7 @@ def load_pretrained(model: FineTuned) -> None:
 def loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
     """Return the cross-entropy of each text's class, or the mean cross-entropy of each row's tokens, in nats.
 
-    Each text's first token is ignored, because no earlier token predicts it.
+    The mean excludes each text's first token, because no earlier token predicts it.
     """
     tokens, there = batch["tokens"].long(), find_tokens(batch)
     if "label" in batch:
@@ -204,10 +204,10 @@ def show(model: FineTuned, rows: Batch) -> dict[str, Any]:
 
 
 def checkpoint_files(model: FineTuned, state: dict[str, torch.Tensor]) -> dict[str, bytes]:
-    """Return the files that peft needs to load a checkpoint.
+    """Return the files that other libraries need to load a checkpoint.
 
-    If all weights are trained, returns the files that transformers needs in addition to the weights. In
-    this case, transformers can load the weights only if WEIGHTS is safetensors.
+    With LoRA, these are the files for peft. Without LoRA, these are the files that transformers needs in addition to
+    the weights. Transformers can load the weights only if WEIGHTS is safetensors.
     """
     if not model.adapted:
         return {"config.json": model.config.to_json_string().encode(), **model.base.tokenizer_files()}

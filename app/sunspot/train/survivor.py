@@ -230,7 +230,7 @@ class Survivor:
 
     def _wait_outside(self) -> None:
         """Free this process's learner and state, because it does not train again until more workers are wanted."""
-        print("this worker was given back by `sunspot scale`, and waits until more workers are wanted", flush=True)
+        print("this worker left because of `sunspot scale`, and waits until more workers are wanted", flush=True)
         self.forget()
 
     def _form(self, generation: Generation, rank: int) -> dist.ProcessGroup:
@@ -281,8 +281,8 @@ class Survivor:
         has changed (hsdp). A process that lacks the newest state receives it from another process. The result contains
         tensors only on a process that has received the state.
 
-        Raises `RegroupError` on all workers if their parameters differ even after that. In this case, no worker keeps
-        its state, so the next group returns to the newest copy or checkpoint.
+        Raises `RegroupError` on all workers if their parameters still differ once every worker has the state. In this
+        case, no worker keeps its state, so the next group returns to the newest copy or checkpoint.
         """
         assert start.live
         with watchdog.paused():

@@ -167,7 +167,7 @@ def _await(value: RefreshingValue[Any], known: bool = False) -> Reading[Any]:
 def read_log(run: Run, stream: str) -> Log | None:
     """Return the tail of the log `stream`, or None if the run has no logs.
 
-    If the run has no log of this name, return the tail of the newest driver's log.
+    If the run has no log of this name, return the tail of the driver's newest log.
     """
     streams = sorted(list_streams(run), key=lambda name: (name.startswith("driver"), name), reverse=True)
     if not streams:
@@ -179,7 +179,7 @@ def read_log(run: Run, stream: str) -> Log | None:
 
 
 def _troubles(reading: Reading[Any], what: str = "") -> list[Html]:
-    """Return an alert if the newest read failed, or an empty list."""
+    """Return a list with an alert if the newest read failed, otherwise an empty list."""
     if not reading.trouble:
         return []
     rest = " Below is an earlier reading." if reading.value is not None else ""

@@ -4,7 +4,8 @@
 2. Once a minute, `Mover` calls `places.choose_place` with the experience of this and other runs in each place.
 3. `moving.move_run` renders the RayJob's request (see `applied`) for the chosen place, and moves the run there.
 
-If `sunspot wait` exits during a move, nothing is lost: the drivers complete the move, and the next `Mover` follows it.
+If `sunspot wait` exits during a move, the drivers complete the move, and the next `Mover` finds the run in the new
+place.
 """
 
 from __future__ import annotations

@@ -107,7 +107,10 @@ class RunJob:
 
 
 def _find_left_job(rendered: Rendered) -> RunJob | None:
-    """Return the run's RayJob in another place, or None if it does not exist or its driver is alive."""
+    """Return the run's RayJob in its previous place.
+
+    Returns None if the run was not in a different place before, or if the run's driver is alive.
+    """
     request, settings = rendered.request, rendered.settings
     run = open_run(settings.storage_path, settings.run_name)
     before = newest_submission(run)

@@ -76,7 +76,10 @@ def check(cluster: Cluster, run: Run, manifest: dict[str, Any]) -> tuple[JobView
 
 
 def find_queue_problem(expected: JobView) -> Iterator[Check]:
-    """Yield a failed check if a RayJob has a queue, but Kueue does not manage it. `expected` is a dry run's result."""
+    """Yield a failed check if a RayJob has a queue, but Kueue does not manage the RayJob.
+
+    `expected` is the RayJob that a dry run returned.
+    """
     if expected.queue and not expected.version and not expected.spec.get("suspend"):
         what = f"queue {expected.queue}: Kueue does not manage this job, so the job would ignore the queue's quota"
         install = "install Kueue with ray.io/rayjob among its integrations, and let it manage this namespace"
@@ -101,7 +104,7 @@ def find_pod_problems(cluster: Cluster, manifest: dict[str, Any], quotas: Sequen
     """Find the reasons why a RayJob's pods cannot be created, with a dry run for each kind of pod.
 
     Pod security, limits, quotas and policies apply only to pods. Without this check, the RayJob would be accepted, and
-    nodes would be paid for before the pods are rejected. If this user cannot create pods, only the LimitRanges are
+    nodes would be paid for before the pods were rejected. If this user cannot create pods, only the LimitRanges are
     checked. Quota problems that are already in `quotas` are not repeated.
     """
     if not cluster.allows("create", "", "pods"):

@@ -111,7 +111,7 @@ def _wait_for_size(access: RunAccess, attempt: Attempt, wanted: WorkerRange, tim
         if time.monotonic() > deadline:
             raise GaveUpError(
                 f"after {timeout:.0f} s, {plural(attempt.metadata.world_size, 'worker')} are still training, but the "
-                f"requested number is {wanted}; the excess workers leave after their current step. Run the same "
+                f"requested number is {wanted}; the surplus workers leave after their current step. Run the same "
                 "command again to keep waiting"
             )
         time.sleep(POLL_EVERY_S)

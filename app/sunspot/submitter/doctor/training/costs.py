@@ -1,4 +1,4 @@
-"""Finds growing memory use, and causes of lost time: a CPU quota, a slow rank, slow reads or incidents."""
+"""Finds growing memory use, and causes of lost time: a CPU quota, a slow rank, slow reads, and incidents."""
 
 import statistics
 from collections import Counter
