@@ -85,8 +85,9 @@ def submit(
     elsewhere, for example in another cluster.
 
     Raises `ConflictError` if the run is live with other settings or elsewhere. Other faults raise `SettingsError`,
-    `ClusterError` or `StorageError`. If a check fails, no RayJob is created. However, the run's RayJob in another place
-    of the profile may already have been deleted, even if it was still waiting for nodes.
+    `ClusterError` or `StorageError`. If a check fails, no RayJob is created. However, if the run was previously
+    submitted in another place of the profile, its RayJob there may already have been deleted, unless the driver of that
+    RayJob was alive.
     """
     request = JobRequest(profile, with_place(_to_texts(settings), name, storage), image, namespace, code=code)
     rendered, cluster = render_in_place(request, context)
@@ -114,7 +115,7 @@ class Run:
 
     If no storage location is set, the run is read from the bucket that its RayJob names, but `stop`, `resume` and
     `delete` raise an error. Every method reads the run again. All methods raise `NotFoundError` if the run does not
-    exist, and `StorageError` if storage cannot be reached.
+    exist. Methods that need storage raise `StorageError` if storage cannot be reached.
     """
 
     def __init__(
@@ -153,9 +154,9 @@ class Run:
         return wait_for_end(access, timeout, ProgressLines(access.run)).value
 
     def stop(self, timeout: float = 600) -> None:
-        """Stop the run after it has saved its state, and remove its Ray cluster. `submit` continues the run.
+        """Stop the run after it has saved its state, and remove its Ray cluster.
 
-        Raises `GaveUpError` if the run has not ended after `timeout` seconds.
+        `resume` or `submit` continues the run. Raises `GaveUpError` if the run has not ended after `timeout` seconds.
         """
         access = reach_run(self._target, changed_by="stop")
         print_state(access.run, *stop_run(access, timeout), as_json=False)

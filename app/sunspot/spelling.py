@@ -1,6 +1,6 @@
 """Suggests a valid command, option or setting for an unknown name.
 
-The suggestion has a similar name, or is the equivalent of a name in another program.
+The suggestion is a similar name, or the equivalent of a name in another program.
 """
 
 from collections.abc import Iterable, Mapping

@@ -217,7 +217,12 @@ def test_a_profile_in_a_bucket_shows_its_cost_and_the_longest_operations(
     [
         ("--ranks 0,2", RunState.RUNNING, 2, "--ranks 2: the run has 2 workers, and ranks count from 0"),
         ("--ranks all", RunState.RUNNING, 2, "all: must be ranks, such as 0 or 0,1"),
-        ("--steps 10", RunState.RUNNING, 2, "can record at most 9, because its epochs have 10 steps"),
+        (
+            "--steps 10",
+            RunState.RUNNING,
+            2,
+            "can record at most 9, because it must be shorter than an epoch (10 steps)",
+        ),
         ("", RunState.STARTING, 6, "run is starting: why; a profile needs a run that is training"),
         ("", RunState.FINISHING, 6, "run is finishing: why"),
         ("", RunState.STOPPED, 3, "a profile needs a live run, but the state of run is stopped: why"),

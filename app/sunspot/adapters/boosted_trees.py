@@ -96,7 +96,7 @@ class TreesTask(Task):
 
 
 def rate(scores: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, Batch]:
-    """Return each row's log loss and accuracy, [B]. If there are no classes, return only the squared error."""
+    """Return each row's log loss and accuracy, [B], or only its squared error if the task has no classes."""
     if scores.ndim == 1:
         return (scores - labels).square(), {}
     return functional.cross_entropy(scores, labels, reduction="none"), {"accuracy": scores.argmax(1) == labels}

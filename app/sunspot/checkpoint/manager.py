@@ -132,7 +132,7 @@ class CheckpointManager:
             self._ledger.begin_exchange(step, rows, last - first)
 
     def count_step(self, step: int) -> None:
-        """Write the heartbeat of a step that the GPU can no longer cancel."""
+        """Record in shared memory that `step` was taken. Call this once the GPU can no longer cancel the step."""
         self._memory.heartbeat(self._attempt.number, step, self._place.shard, self._place.shards)
 
     def took_step(self, step: int, rows: torch.Tensor | None) -> None:
@@ -174,9 +174,9 @@ class CheckpointManager:
     ) -> None:
         """Begin to copy the state at `step` to memory. If `to_storage` is set, the copy becomes a checkpoint.
 
-        `evaluated` is False if `step` ends an epoch that has not been evaluated yet. A copy that is for storage or
-        `needed` waits for the previous copy. Any other copy is skipped while the previous copy is in progress. Call
-        `wait_for_copy` before parameters change.
+        `evaluated` is False if `step` ends an epoch that has not been evaluated yet. If `to_storage` or `needed` is
+        set, the copy waits until the previous copy is complete. Otherwise, it is skipped while the previous copy is in
+        progress. Call `wait_for_copy` before parameters change.
         """
         # CPU time excludes the wait for slower workers. The next gradients would wait for them anyway.
         began = time.thread_time()

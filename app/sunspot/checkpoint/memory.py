@@ -235,7 +235,7 @@ class NodeMemory:
         return slot
 
     def reserve(self, size: int, device: torch.device | None) -> None:
-        """Create a slot in a thread. Pinning the memory for copies from `device` takes a second per GB."""
+        """Create a slot in a thread, because pinning its memory for copies from `device` takes a second per GB."""
         if self.shared and not self._making:
             self._making = start_thread(lambda: self._make_slot(size, device), "make-slot")
 

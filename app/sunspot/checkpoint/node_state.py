@@ -2,8 +2,8 @@
 
 One worker on each node reads and verifies a copy in the node's memory, or a checkpoint. The node's other workers map
 the same pages. `NodeState` does this for a whole state, and `NodeParts` for a sharded state. A node without the copy
-gets it from another node (`share_pages`). A restore therefore reads each byte once per node, and needs memory for one
-additional state per node.
+gets it from another node (`share_pages`). A restore therefore reads each byte at most once per node, and needs memory
+for one additional state per node.
 """
 
 import itertools

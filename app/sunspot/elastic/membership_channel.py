@@ -185,12 +185,12 @@ class MembershipServer:
             return self._membership.snapshot()
 
     def drain(self, nodes: Collection[str]) -> None:
-        """Exclude these nodes from the group as soon as their members complete the current step."""
+        """Exclude the members on these nodes from the group as soon as the current step is complete."""
         with self._lock:
             self._membership.drain(nodes)
 
     def leave_sick_node(self, windows: list[StepTimes], group: WorkerGroup, kept: str, least: int) -> SickNode | None:
-        """Exclude a sick node of the group, if there is one, as soon as its members complete the current step.
+        """Look for a sick node of the group, and exclude its members as soon as the current step is complete.
 
         The node `kept` is never excluded, and at least `least` members must remain. Returns the sick node, or None.
         """

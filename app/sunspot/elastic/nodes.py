@@ -100,8 +100,7 @@ class NodeMonitor:
     ) -> NodeEvent | None:
         """Return an event that affects this worker group, or None.
 
-        `nodes` is `ray.nodes()`, and `draining` is `draining_nodes()`. `now` is a value of
-        `time.monotonic()`.
+        `nodes` is `ray.nodes()`, and `draining` is `draining_nodes()`. `now` is a value of `time.monotonic()`.
         """
         room = find_room([node for node in nodes if node["NodeID"] not in draining], self.per_worker)
         if room != self._room:
@@ -126,7 +125,7 @@ class NodeMonitor:
     def _find_better(self, group: WorkerGroup, nodes: list[dict[str, Any]]) -> NodeEvent | None:
         """Return an event if better nodes can replace some of the group's nodes.
 
-        Idle nodes are released without an event.
+        Returns None if all nodes that are no longer needed are idle, because Ray's autoscaler releases idle nodes.
         """
         if not self._choice:
             return None
@@ -189,7 +188,8 @@ def choose_placement(room: dict[str, int]) -> str:
 
     While no node has room for a replacement, Ray 2.60 retries without a pause, which uses 91 % of a CPU on the head
     (ray-project/ray#65007). With STRICT_SPREAD, where each worker needs its own node, Ray waits for another node
-    instead. This function therefore returns STRICT_SPREAD if no node has room for two workers.
+    instead. This function therefore returns STRICT_SPREAD if no node has room for two workers. Otherwise, it returns
+    PACK.
     """
     return "STRICT_SPREAD" if set(room.values()) == {1} else "PACK"
 
@@ -237,9 +237,10 @@ def asked_nodes(
 ) -> Iterator[WorkerRange]:
     """Request nodes for the maximum number of workers, and yield the number of workers to start in survivor mode.
 
-    Ray replaces lost workers, but adds no others. A run that began with the minimum number of workers would soon
-    restart with more. This function therefore waits for a first node, and then until no other node has joined for
-    FIRST_SETTLED_S. With `one_machine`, it does not wait, because no other node can join.
+    Ray replaces lost workers, but only a restart adds workers. If the run began as soon as there was room for the
+    minimum number of workers, it would soon restart to add more. This function therefore waits for a first node, and
+    then until no other node has joined for FIRST_SETTLED_S. With `one_machine`, it does not wait, because no other node
+    can join.
     """
     if one_machine:
         room = max(workers.fit(sum(find_room(staying_nodes(), resources_per_worker).values())), workers.least)

@@ -1,4 +1,4 @@
-"""Makes the receipts that record the cost of each worker group's start, after a restart or in place.
+"""Makes the receipts that record the cost of each worker group's start.
 
 Rank 0 of the new worker group writes the receipt after its first step, or after the evaluation that the previous group
 did not complete.
@@ -34,7 +34,10 @@ class Phases(TypedDict, total=False):
 
 
 class OpenIncident:
-    """The incident that ended the previous group, on rank 0 of the new group until this group has taken a step."""
+    """The incident that ended the previous group, and the receipt that the new group will write.
+
+    Rank 0 of the new group keeps this object until the group has taken its first step or repeated the evaluation.
+    """
 
     def __init__(self, start: StartPoint, state: TrainingState, control: ControlClient, phases: Phases) -> None:
         """Prepare the receipt of the group that starts from `start`. No tensors of `state` are kept."""

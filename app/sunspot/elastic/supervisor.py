@@ -138,9 +138,10 @@ class Supervisor:
     def _size_of(self, group: WorkerGroup, size: int, nodes: list[dict[str, Any]]) -> int:
         """Return the number of workers above which a restart is worthwhile.
 
-        This is usually `size`, the number of workers that Ray has started. It includes lost workers, because Ray
-        replaces them. If the run has given up workers (on request, or with a sick node), the result is the group's own
-        size once neither the group nor the nodes have changed for SHORT_S.
+        This is usually `size`, the number of workers that Ray has started. `size` includes lost workers, because Ray
+        replaces them. However, Ray does not replace workers that the run has given up (on request, or with a sick
+        node). After the run has given up workers, the result is therefore the number of workers in the group, once
+        neither the group nor the nodes have changed for SHORT_S.
         """
         seen = group.attempt, [node["NodeID"] for node in nodes if node["Alive"]]
         if self._unchanged[0] != seen:
@@ -191,8 +192,8 @@ class Supervisor:
     def _leave_sick_node(self, membership: MembershipServer, group: WorkerGroup, least: int) -> None:
         """Exclude a sick node of the group, if there is one, and let Ray schedule nothing more on it.
 
-        The node's workers are not replaced before the next restart, which follows after SHORT_S if other nodes have
-        room.
+        The node's workers are not replaced before the next restart. If other nodes have room, this restart follows
+        after SHORT_S.
         """
         windows = self._control.call(ControlChannel.step_times)
         sick = membership.leave_sick_node(windows, group, ray.get_runtime_context().get_node_id(), least)

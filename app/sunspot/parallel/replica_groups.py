@@ -146,9 +146,10 @@ class ReplicaGroups:
         """Exit the process if it hangs in a collective of groups whose connections were shut down.
 
         If a connection ends when only a part of a message has been sent or received, gloo keeps waiting for the rest of
-        the message (`Pair::signalException`, torch 2.15). Most collectives end nevertheless, because they also wait for
-        another message. If one did not, all other workers would wait for this process until the collective times out.
-        Replacing the process takes only seconds.
+        the message (`Pair::signalException`, torch 2.15). Most collectives fail nevertheless, because they also wait
+        for a message that has not begun, and this wait fails. If a collective did not fail, all other workers would
+        wait for this process until the collective times out. It is faster to exit, because replacing the process takes
+        only seconds.
         """
         formed, cut = self._formed, time.monotonic()
 

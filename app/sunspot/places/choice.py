@@ -1,8 +1,8 @@
-"""Chooses a place from prices, experiences, the remaining work, the deadline and the budget.
+"""Chooses a place by prices, past experience, the remaining work, the deadline and the budget.
 
 The rule, in order:
 
-1. Places that the remaining budget cannot pay for are excluded.
+1. Places that the remaining budget cannot pay for are excluded. If no place would remain, the cheapest place is kept.
 2. If the time until the deadline is barely enough for the work, the run goes to an affordable place with on-demand
    nodes. If no such place exists, rule 3 applies with a pace of 1.
 3. Otherwise the run goes to the cheapest place that is expected to keep the pace. The pace is the share of the wanted

@@ -84,7 +84,7 @@ def _call(folder: str, act: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def wants_gpu(use_gpu: str) -> bool:
-    """Return True if Ray has a GPU and `use_gpu` is not 'false', so that a worker should request a GPU.
+    """Return True if a worker should request a GPU, because Ray has one and `use_gpu` is not 'false'.
 
     Raises `SettingsError` if `use_gpu` is 'true' but Ray has no GPU, because the worker would wait forever.
     """

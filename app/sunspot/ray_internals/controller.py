@@ -1,4 +1,4 @@
-"""Makes Ray Train's controller stop worker groups earlier and replace several lost workers, and removes controllers.
+"""Changes how Ray Train's controller stops groups and replaces lost workers, and kills leftover controllers.
 
 ray.train.v2._internal.execution   shows the controller's state and its worker group, to stop a group that cannot
                                    restart yet because nodes are missing. The public `UserCallback` shows neither.

@@ -46,7 +46,7 @@ class Series:
         return found
 
     def indexes_with(self, names: Iterable[str]) -> list[int]:
-        """Return the sorted indexes of all records with at least one of these names."""
+        """Return the sorted indexes of all records that have a value for at least one of these names."""
         return sorted({index for name in names for index, _ in self._known(name)})
 
     def values_at(self, name: str, chosen: Sequence[int]) -> list[Any]:
@@ -62,7 +62,7 @@ class Series:
 
 
 def can_draw(value: float | None) -> TypeGuard[float]:
-    """Return True unless a value is NaN, infinite or too large to draw."""
+    """Return True if a value exists, is finite, and is not too large to draw."""
     return value is not None and abs(value) < MAX_DRAWN
 
 
@@ -174,9 +174,9 @@ class History:
                     self.undrawable[name] = times + 1, first
 
     def _keeps_new_result(self, name: str, record: dict[str, Any], best_by: str) -> bool:
-        """Return True if a new name belongs to a result (`is_result`), and is kept.
+        """Return True if the new metric `name` is a result (`is_result`) and is kept.
 
-        Adds the name of a result to `results`, or to `left_out` if `results` already contains MAX_NAMES names.
+        The name of a result is added to `results`, or to `left_out` if `results` already contains MAX_NAMES names.
         """
         if not is_result(name, record, best_by):
             return False

@@ -99,7 +99,11 @@ def compute_spending(attempts: Sequence[Attempt], receipts: Sequence[Receipt], e
 
 
 def cost_of_loss(attempts: Sequence[Attempt], receipt: Receipt) -> float | None:
-    """Return the cost of the time from the receipt's `left` to its `first_step`, or None if no price is known."""
+    """Return the cost of the time that a loss took, or None if no price is known.
+
+    This time begins when the step from which the run continued was completed (`Receipt.left`). It ends when the next
+    attempt has completed its first step (`Receipt.first_step`).
+    """
     return _spent(attempts, [receipt], (receipt.left, receipt.first_step)).cost
 
 

@@ -1,4 +1,4 @@
-"""Finds the last step that a run has taken, according to storage. The step's checkpoint can be incomplete."""
+"""Finds the last step that a run has taken, according to storage. This step might have no complete checkpoint."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -64,8 +64,9 @@ def _fill_once(pieces: list[Extent]) -> bool:
     """Return True if pieces of one tensor do not overlap and fill it.
 
     Each piece adds 1 at its first corner, and 1 or -1 alternately at its other corners. Running sums over these numbers
-    in each dimension tell how many pieces contain an element. So the pieces fill the tensor exactly once if their
-    numbers equal those of the whole tensor. The time is proportional to the number of pieces.
+    in each dimension tell how many pieces contain an element. So the pieces fill the tensor exactly once if all their
+    numbers together equal the numbers of a single piece that covers the whole tensor. The time is proportional to the
+    number of pieces.
     """
     shape = pieces[0].shape
     sums = Counter[tuple[int, ...]]()

@@ -202,7 +202,7 @@ class Bucket(Storage):
         """Yield pages that list the object `prefix` and all objects in the folder `prefix`.
 
         Services list all keys that begin with a string, so a plain listing of `search` would also include every key in
-        `search-01/`. This method skips almost all such keys. At most two pages contain any.
+        `search-01/`. This method lists almost none of these other keys: at most two pages contain some of them.
         """
         folder = prefix.rstrip("/") + "/"
         for page in self._list_pages(prefix):

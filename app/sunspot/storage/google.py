@@ -1,8 +1,8 @@
 """Storage in a Google Cloud Storage bucket.
 
 The parts of an upload are separate objects, which the service composes into one without copying. Resumable uploads are
-not used because each is a single stream, which cannot be sent in parallel. Multipart uploads are not used because they
-belong to the S3-compatible API.
+not used because each is a single stream, which cannot be sent in parallel. Multipart uploads are not used because only
+the S3-compatible API offers them, and this API cannot be used (see `GoogleStorage`).
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ One step, from its rows to the beginning of the next step
  6. worker.Worker.wait_before_change  is called by a hook of the optimizer. It waits until the previous state is copied
                                    and, in survivor mode, until the gradients are complete. On a GPU, a fused optimizer
                                    does not wait: the GPU cancels its step if a sum was aborted (`parallel.sum_guard`).
-                                   StepUndo copies an optimizer's parameters and state if another one steps later
+                                   StepUndo copies an optimizer's parameters and state if another optimizer steps later
  7. optimizer.step                 changes the parameters
  8. worker.Worker.finish_step      counts the step, or counts it one step later if the GPU could still cancel it. In
                                    survivor mode, StepUndo copies the buffers and the frozen parameters that change, so

@@ -96,9 +96,9 @@ class WorkerSetup:
 def build_worker(setup: WorkerSetup, state: TrainingState, phases: Phases) -> Worker:
     """Build the worker from the `state` that its group starts from. All workers of the group call this together.
 
-    If the state is live, `Survivor.continue_from` has loaded it already. Otherwise, this builds the learner, and loads
-    the state into it.
-    `phases` holds the end time of each completed phase of the group's start.
+    If this process has kept its learner, `Survivor.continue_from` has already loaded the state into the learner.
+    Otherwise, this function builds the learner, and loads the state. `phases` holds the end time of each completed
+    phase of the group's start.
     """
     plan = setup.plan
     start = setup.start

@@ -116,10 +116,11 @@ def open_context(
     note_end: Callable[[str], None] = lambda why: None,
     sick_nodes: SickNodes | None = None,
 ) -> Iterator[TrainingContext]:
-    """Check the nodes, and yield a context for a trainer. The nodes, signals and progress are monitored inside it.
+    """Check the nodes, and yield a context for a trainer.
 
-    Raises `SunspotError` if the run cannot train on these nodes. `note_end` is described in `trainer.fit`.
-    In survivor mode, the group stops using the nodes that `sick_nodes` finds.
+    Until the context is closed, nodes and signals are monitored, and progress is shown. `note_end` is called with the
+    reason why the newest worker group ended (see `trainer.fit`). In survivor mode, the group stops using the nodes that
+    `sick_nodes` finds. Raises `SunspotError` if the run cannot train on these nodes.
     """
     settings = plan.settings
     given = settings.num_workers
@@ -188,7 +189,7 @@ def choose_node_groups(settings: Settings) -> GroupChoice | None:
 
 
 def required_resources(plan: Plan, resources: Resources) -> RequiredResources:
-    """Return the resources that the run needs to continue if nodes are excluded."""
+    """Return the resources that the remaining nodes must provide if nodes are excluded."""
     return RequiredResources(resources.per_worker, plan.settings.num_workers.least)
 
 
@@ -336,7 +337,10 @@ def make_trainer(context: TrainingContext) -> Any:
 
 
 def choose_trainer(plan: Plan, timeout_s: int) -> tuple[Any, dict[str, Any]]:
-    """Return the Ray trainer class for the plan's task, and its backend argument. Imports only the task's library."""
+    """Return the Ray trainer class for the plan's task, and the keyword argument that configures its backend.
+
+    Imports only the task's library.
+    """
     task = load_task(plan.settings)
     if not task.find_ray_trainer:
         return TorchTrainer, {"torch_config": BackendConfig(timeout_s=timeout_s)}

@@ -126,7 +126,7 @@ class Worker:
         reporter: Reporter | None,
         outputs: ExitStack,
     ) -> None:
-        """Create a worker. Only rank 0 has a `reporter`, and only its `commands` query the driver.
+        """Create a worker. Only rank 0 has a `reporter`, and only rank 0's `commands` query the driver.
 
         Closing `outputs` writes the rest of this rank's log, metrics and status to storage.
         """

@@ -87,9 +87,9 @@ class AllRuns:
             self.seen[name] = replace(self.seen.get(name, RunSeen(run)), trouble=str(error))
 
     def read_curves(self, names: Sequence[str]) -> bool:
-        """Read the curves, incidents and costs of these runs if they might have changed, and return True.
+        """Read the curves, incidents and costs of these runs if they might have changed.
 
-        Raises `StorageError` if the read has been aborted.
+        The result is always True. Raises `StorageError` if the read has been aborted.
         """
         self.curves = {name: curve for name, curve in self.curves.items() if name in self.seen}
         map_parallel(self._read_curve, [self.seen[name] for name in names if name in self.seen])

@@ -89,7 +89,8 @@ def _may_save(snapshot: RunSnapshot) -> bool:
 def delete_jobs(cluster: Cluster, jobs: Sequence[JobView], seconds: float, frozen: bool = False) -> bool:
     """Delete RayJobs, and return True once they and their pods are gone, or False after `seconds`.
 
-    Pods on unresponsive nodes can no longer change the run, so they are ignored unless `frozen` is True.
+    Pods on unresponsive nodes are ignored, because they can no longer change the run. If `frozen` is True, this
+    function waits for these pods, too, because they might still write objects of a run that is being deleted.
     """
     for job in jobs:
         cluster.delete_job(job)

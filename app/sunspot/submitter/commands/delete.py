@@ -26,7 +26,8 @@ def run(args: argparse.Namespace) -> None:
     others = contents.not_submitted
     if others:
         fix = "remove it there first, because otherwise it is recreated, and the run starts from the beginning"
-        warn(f"`sunspot submit` did not create {', '.join(others)}; if it is defined in a GitOps repository, {fix}")
+        names = ", ".join(others)
+        warn(f"`sunspot submit` did not create {names}; if such a RayJob is defined in a GitOps repository, {fix}")
     if not args.yes:
         if args.json:
             print_json(_record(contents, contents, removed=False))

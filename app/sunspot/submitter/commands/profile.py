@@ -53,8 +53,11 @@ def run(args: argparse.Namespace) -> None:
         raise SettingsError(f"--ranks {args.ranks[-1]}: the run has {workers}, and ranks count from 0")
     most = min(MAX_STEPS, status.steps_per_epoch - 1)  # the step before them must be in the same epoch
     if args.steps > most:
-        epoch = f"its epochs have {plural(status.steps_per_epoch, 'step')}"
-        raise SettingsError(f"--steps {args.steps}: a profile of this run can record at most {most}, because {epoch}")
+        epoch = f"it must be shorter than an epoch ({plural(status.steps_per_epoch, 'step')})"
+        raise SettingsError(
+            f"--steps {args.steps}: a profile of this run can record at most {most}, because {epoch}, and can have at "
+            f"most {MAX_STEPS} steps"
+        )
     request = request_profile(run, status.attempt, args.steps, args.ranks)
     pace = f" of about {status.step_time_s:.2g} s" if status.step_time_s else ""
     warn(f"waiting until {run.name} has recorded {plural(args.steps, 'step')}{pace} on {_name(args.ranks)}")
@@ -112,7 +115,7 @@ def _await_profiles(run: Run, request: ProfileRequest, until: float) -> list[Ran
 
 
 def _describe(run: Run, request: ProfileRequest, profile: RankProfile) -> dict[str, Any]:
-    """Return where a rank's trace is, what it cost, and which operations took longest."""
+    """Return the location of a rank's trace, the time that the profile cost, and the longest operations."""
     key = trace_key(run, request, profile.rank)
     try:
         operations = read_summary(run.storage, key)

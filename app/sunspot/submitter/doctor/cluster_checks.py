@@ -116,7 +116,7 @@ def _check_operator(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Chec
 
 
 def _is_on_gke(cluster: Cluster) -> bool:
-    """Return True if the nodes belong to GKE, or False if this user cannot list nodes."""
+    """Return True if the cluster's nodes belong to GKE. Returns False if this user cannot list nodes."""
     nodes = list_if_allowed(cluster, "nodes") or ()
     return any(node.get("spec", {}).get("providerID", "").startswith("gce://") for node in nodes)
 
