@@ -1,4 +1,4 @@
-"""Defines the errors that users can see, with their exit codes, and exits with the code of an error."""
+"""Defines the errors that users can see, their exit codes, and `run_and_exit`, which exits with an error's code."""
 
 import contextlib
 import os
@@ -143,13 +143,13 @@ class TerminatedError(KeyboardInterrupt):
 
 
 class EndAtOnceError(KeyboardInterrupt):
-    """A second Ctrl-C ended the program. The process no longer waits, not even for its own threads or Ray."""
+    """A second Ctrl-C ended the program. The process exits without waiting for its threads or for Ray."""
 
 
 def find_in(error: BaseException) -> SunspotError | None:
     """Return the `SunspotError` that an error's text quotes. Ray keeps only the text of a task's error.
 
-    If the text quotes none, the result is `error` if it is a `SunspotError` itself, otherwise None.
+    If the text quotes no such error, return `error` itself if it is a `SunspotError`, otherwise None.
     """
     carried = re.findall(rf"^{re.escape(__name__)}\.(\w+): (.*)$", str(error), re.MULTILINE)
     if carried:
@@ -166,7 +166,7 @@ def error_chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def by_name(name: str) -> type[SunspotError]:
-    """Return the error class with this name, as sent by another process. Defaults to `SunspotError`."""
+    """Return the error class that another process has named, or `SunspotError` if there is no such class."""
     found = globals().get(name)
     return found if isinstance(found, type) and issubclass(found, SunspotError) else SunspotError
 

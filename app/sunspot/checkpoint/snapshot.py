@@ -77,7 +77,7 @@ class SavedObjects:
         return {"model": self.model.state_dict(keep_vars=True), "optimizer": self.optimizer.state_dict()}
 
     def with_average(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the state as checkpoints store it. If there is an average of the weights, it replaces them."""
+        """Return the state as checkpoints store it. If weights are averaged, the average replaces the weights."""
         return self.average.exchange(state) if self.average else state
 
 
@@ -176,7 +176,7 @@ class Snapshots:
         """Prepare to take one worker's snapshots.
 
         If the state is sharded, `exchange` stores each part on two nodes. `sums` shows whether collectives were being
-        aborted when a copy ended. Such a copy may contain wrong values.
+        aborted when a copy ended, in which case the copy may contain wrong values.
         """
         self._memory = memory
         self._saved = saved
@@ -209,11 +209,12 @@ class Snapshots:
     ) -> Snapshot | None:
         """Begin to copy the state. Call `wait_for_copy` before parameters change.
 
-        `ledger` is stored with the copy in memory. If `extra_state` is given, the snapshot is for storage. Its slot
-        then stays in use until the snapshot is released. Do not take such a snapshot until the collectives that
-        computed the state are known to be complete, because the snapshot is kept even if collectives are aborted during
-        the copy. Returns None if the copy is not `needed`, and either no slot is free or the previous copy is not
-        sealed yet.
+        `ledger` is stored with the copy in memory. Returns None if the copy is not `needed` and cannot begin now,
+        because no slot is free or the previous copy is not sealed yet.
+
+        If `extra_state` is given, the snapshot is for storage, and its slot stays in use until the snapshot is
+        released. Do not take such a snapshot until the collectives that computed the state are known to be complete,
+        because the snapshot is kept even if collectives are aborted during the copy.
         """
         began = time.perf_counter()
         self.wait_for_copy()

@@ -125,7 +125,7 @@ class TableSource:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of the file names, row groups and columns, a '-', and a digest of the content.
+        """Two digests joined by '-': one of the file names, row groups and columns, and one of the content.
 
         The digest of the content covers all labels, the sizes of all row groups, and samples of the files' bytes. It
         does not show a change outside these samples if the file's size stays the same. The fingerprint does not depend
@@ -276,7 +276,7 @@ def locate_splits(dataset: str, test_dataset: str) -> SplitLocations:
 
 
 def check_training_rows(train: TableSource, locations: SplitLocations, model: ModelData | None) -> TableSource:
-    """Return the training rows with the notes of `locations` added.
+    """Return a copy of the training rows that also has the notes of `locations`.
 
     Raises `DataError` if the class folders are at a deeper level than expected. This is not checked for predictions,
     where `model` is set.
@@ -381,7 +381,7 @@ def _check_file(path: str, columns: dict[str, Column], model: ModelData | None, 
 
 
 def match_classes(train: TableSource, test: TableSource) -> TableSource:
-    """Return the held-out rows with the class numbers of the training rows.
+    """Return the held-out rows, with classes numbered as in the training rows.
 
     Raises `DataError` for a class that the training rows do not have.
     """

@@ -89,7 +89,7 @@ class TableFile(ABC):
     @property
     @abstractmethod
     def identity(self) -> Sequence[object]:
-        """A digest of the content, or the sizes of its row groups, columns or images. It need not cover the labels."""
+        """A digest of the content, or the sizes of the row groups, columns or images. Labels have their own digest."""
 
     @property
     def size(self) -> int:
@@ -232,8 +232,8 @@ class TextTable(TableFile):
         if changed:
             raise DataError(
                 f"{self.path}, {changed}, which float64 cannot represent exactly. The column is read as float64, "
-                "because it also contains fractions or integers beyond int64; write these numbers as strings, or write "
-                "the file as Parquet"
+                "because it also contains fractions or integers beyond int64; write the column's numbers as strings, "
+                "or write the file as Parquet"
             )
         rows = self._table if group is None else self._table.slice(group * TEXT_GROUP_ROWS, TEXT_GROUP_ROWS)
         return rows.select(list(columns))

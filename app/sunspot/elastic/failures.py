@@ -1,11 +1,11 @@
 """Determines why a worker group ended, prints the reason, and decides whether another group starts.
 
-Ray Train's controller asks about each worker failure (failure_callback.py). If all ranks raise the same error in the
-user's program, the error would occur again, so the run ends at once. Other failures are counted, and the next
-checkpoint resets the count. For lost workers in survivor mode, the next step resets the count. Groups that got no rows
-from Ray Data are counted separately. Groups that started from an in-memory copy and took no step have a count of their
-own. After a few such groups, the run continues from storage (copies.py). Processes that run out of memory in quick
-succession are counted even if there was a checkpoint in between (out_of_memory.py).
+Ray Train's controller calls a `FailureJudge` after each worker failure (failure_callback.py). If all ranks raise the
+same error in the user's program, the error would occur again, so the run ends at once. Other failures are counted, and
+the next checkpoint resets the count. For lost workers in survivor mode, the next step resets the count. Groups that
+got no rows from Ray Data are counted separately. Groups that started from an in-memory copy and took no step have a
+count of their own. After a few such groups, the run continues from storage (copies.py). Processes that run out of
+memory in quick succession are counted even if there was a checkpoint in between (out_of_memory.py).
 """
 
 import re
@@ -143,8 +143,8 @@ class FailureJudge:
     not count toward this limit.
 
     In survivor mode, the failure of a zone can exceed the limit within seconds. Losses beyond the limit therefore do
-    not end the run until as many workers as the group had were lost since the newest step. If `max_failures` is 0, the
-    first loss ends the run.
+    not end the run until the number of workers lost since the newest step reaches the group's size. If `max_failures`
+    is 0, the first loss ends the run.
 
     The control channel keeps the counts, because each of Ray's trainers has its own judge. `leave_out` excludes broken
     nodes before each group. If it raises a `SunspotError`, the run ends.

@@ -115,7 +115,7 @@ class MemberConnection:
     """The driver's end of one connection. Only the thread that serves the connections uses it."""
 
     def __init__(self, opened: socket.socket, selector: selectors.BaseSelector, now: float) -> None:
-        """Serve a connection that was opened at `now`, in seconds of `time.monotonic()`."""
+        """Serve a connection that was opened at `now`, a value of `time.monotonic()`."""
         opened.setblocking(False)
         _end_if_unacknowledged(opened)
         self._socket = opened
@@ -347,7 +347,10 @@ class DriverConnection:
             raise AuthenticationError("the driver's key differs from this worker's key")
 
     def end(self) -> None:
-        """End the connection and all waits for it. The receiving thread must then call `close`."""
+        """End the connection, so that pending calls of `send` and `receive` fail.
+
+        The receiving thread must then call `close`.
+        """
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 

@@ -47,7 +47,7 @@ class StepActions(NamedTuple):
 
 
 class StepDecisionBroadcast:
-    """Sends rank 0's decisions to all workers about every ASK_EVERY_S, or after every step if steps are longer.
+    """Sends rank 0's decisions to all workers, roughly once per ASK_EVERY_S, or after each step if steps are longer.
 
     After a short step, the broadcast overlaps with the next step, so workers do not wait for each other, and the result
     arrives one step late. After a step longer than LONG_STEP_S, all workers wait for the result, because a preemption
@@ -97,7 +97,7 @@ class StepDecisionBroadcast:
         return agreed
 
     def _choose_interval(self, mine: StepActions) -> tuple[int, bool]:
-        """Return the number of steps until the next broadcast, and True if workers will wait for that one's result.
+        """Return the number of steps until the next broadcast, and True if workers will wait for its result.
 
         The interval at most doubles, because a single measurement can be wrong.
         """

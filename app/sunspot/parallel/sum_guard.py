@@ -128,7 +128,10 @@ class SumGuard:
         return self.confirm()
 
     def _release(self) -> bool:
-        """Let the optimizer take its next step unconditionally. Return True if `begin_step` was called for a step."""
+        """Let the optimizer take its next step unconditionally.
+
+        Returns True if `begin_step` was called since the last call of this method.
+        """
         optimizer, self._stepping = self._stepping, None
         if optimizer:
             del cast(Any, optimizer).found_inf

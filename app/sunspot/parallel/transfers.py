@@ -25,9 +25,9 @@ def transfer(
     Raises `RuntimeError` if one of the other ranks is lost, or if the transfer takes longer than `limit_s` seconds
     per tensor.
 
-    If a connection ends while a tensor is on its way, gloo (torch 2.15) keeps waiting for the rest of the tensor:
-    `Pair::signalException` reaches only the operations that have not begun. Each rank therefore waits for a small
-    message that the other rank sends after the tensors.
+    If a connection ends while a tensor is on its way, gloo (torch 2.15) keeps waiting for the rest of the tensor,
+    because `Pair::signalException` ends only the operations that have not begun. Each rank therefore first waits for
+    a small message, which the other rank sends after the tensors. This wait fails as soon as the connection ends.
     """
     work: list[Any] = []
     ends: list[Any] = []

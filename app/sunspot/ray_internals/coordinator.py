@@ -96,8 +96,8 @@ def without_surplus(
 ) -> dict[str, dict[str, float]]:
     """Return the resources reserved on each node, without those for surplus workers.
 
-    Workers are surplus if the total number of workers is not divisible by `multiple`. They are taken from the last
-    nodes.
+    If the total number of workers is not divisible by `multiple`, the remainder is surplus. Surplus workers are taken
+    from the last nodes.
     """
     offered = dict(reserved)
     surplus = sum(workers_in(there, per_worker) for there in reserved.values()) % multiple

@@ -88,7 +88,7 @@ class Report:
 
     @property
     def seconds(self) -> float | None:
-        """The seconds between the first worker start and the end, including pauses."""
+        """Seconds from the first start of workers to the run's end, including pauses."""
         return max(0.0, self.seen.ended - self.seen.begun) if self.seen.begun is not None else None
 
     @property
@@ -120,8 +120,8 @@ class Report:
 def read_report(seen: RunSeen, read_bytes: bool = True) -> Report:
     """Read the content of a run's report. Raises `StorageError` if storage cannot be reached.
 
-    If `read_bytes` is False, no checkpoint file is read. If the listing shows no fault in a checkpoint, but a file's
-    version has changed since the commit, the checkpoint is `unread`.
+    If `read_bytes` is False, no checkpoint file is read. A checkpoint without faults in the listing is then `unread` if
+    a file's version has changed since the commit.
     """
     run = seen.run
     troubles: list[str] = []

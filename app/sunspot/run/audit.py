@@ -53,7 +53,7 @@ class AuditWriter:
 
 
 def tidy_audit(run: Run, before: int) -> None:
-    """Merge the small files of attempts older than `before`. Raises `StorageError`."""
+    """Merge the small files of attempts older than attempt `before`. Raises `StorageError`."""
 
     def read(segment: Segment) -> bytes:
         content = read_segment(run.storage, segment)

@@ -132,7 +132,7 @@ def clear_stop(run: Run) -> None:
 
 @dataclass(frozen=True)
 class ScaleRequest:
-    """A request to train with a number of workers within NUM_WORKERS."""
+    """A request to change the number of workers within the range of NUM_WORKERS."""
 
     workers: str
     "The number or range of workers, such as `2..4`."
@@ -247,7 +247,10 @@ def record_submission(run: Run, submission: SubmissionRecord) -> str:
 
 
 def withdraw_submission(run: Run, job: str, place: str, undo: bool = False) -> None:
-    """Record that a RayJob in a place must no longer train the run, or undo this. Raises `StorageError`."""
+    """Record that a RayJob in a place must no longer train the run. Raises `StorageError`.
+
+    If `undo` is True, record that the RayJob can train the run again.
+    """
     for key in reversed(list_submissions(run)):
         record = _read_submission(run, key)
         if (record.job, record.place) == (job, place):

@@ -49,11 +49,11 @@ def read_sightings(storage: Storage, now: float) -> list[Sighting]:
 def find_sightings(
     attempts: Sequence[Attempt], submissions: Sequence[SubmissionRecord], status: Status | None, now: float
 ) -> Iterator[Sighting]:
-    """Yield a sighting for each time that a run got nodes in a place, or got no nodes.
+    """Yield a sighting for each time that a run got nodes in a place, or waited for nodes in vain.
 
-    Attempts and submissions are oldest first. An attempt counts as having got nodes for its workers. A submission
-    that waited longer than NODES_WITHIN_S without an attempt counts as having got no nodes. The status of a run that
-    has not ended adds a sighting: of the current workers if the run is alive, and of no workers if it is silent.
+    Attempts and submissions are oldest first. Each attempt yields a sighting with its workers. A submission that waited
+    longer than NODES_WITHIN_S without an attempt yields a sighting without workers. If the run has not ended, its
+    status yields another sighting, with the current workers if the run is alive, or without workers if it is silent.
     """
     for attempt in attempts:
         place = Owner.parse(attempt.owner).place

@@ -125,7 +125,7 @@ def read_segment(storage: Storage, segment: Segment) -> bytes:
     if segment.entry.size > MAX_SEGMENT_BYTES:
         place = storage.locate(segment.entry.key)
         size = as_bytes(segment.entry.size)
-        raise DamageError(f"{place} cannot be used: it has {size}, but the limit is {MAX_SEGMENT_BYTES >> 20} MiB")
+        raise DamageError(f"{place} cannot be used: its size is {size}, but the limit is {MAX_SEGMENT_BYTES >> 20} MiB")
     spend(segment.entry.size)
     return storage.read(segment.entry.key)
 
@@ -254,7 +254,7 @@ def _name(stream: str, first: int, last: int) -> str:
 
 
 def tidy_lines(storage: Storage, folder: str, before: int) -> None:
-    """Merge the line segments in a folder, for attempts older than `before`. Raises `StorageError`."""
+    """Merge the line segments in a folder, for attempts older than attempt `before`. Raises `StorageError`."""
     tidy(
         storage,
         [segment for segment in list_all(storage, folder) if segment.attempt < before],

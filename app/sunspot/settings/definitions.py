@@ -1,8 +1,8 @@
 """Defines all settings of a run, for the training program and the submitter.
 
 A setting is an environment variable with the prefix SUNSPOT_. The sentence below each field is its description in
-`--help` and in the documentation. `takes` is the text after "set it to" in the error for an invalid value. Secrets are
-never settings.
+`--help` and in the documentation. A field's `takes` is the text after "set it to" in the error for an invalid value.
+Secrets are never settings.
 
 Some kinds of tasks do not support every setting. The adapter for such a kind (`sunspot.adapters`) lists the unsupported
 settings in `UNREAD_SETTINGS`, and rejects them.
@@ -66,13 +66,13 @@ BUCKET_URLS = "s3://bucket/prefix, gs://bucket/prefix or az://container/prefix"
 
 def _check_task(value: str) -> str:
     if value.endswith(".py"):
-        raise ValueError("a file, not a module")
+        raise ValueError("the task must be a module, not a file")
     return value
 
 
 def _check_origin(value: str) -> str:
     if value.startswith("run:") and not re.fullmatch(RUN_NAME, value.removeprefix("run:")):
-        raise ValueError("not the name of a run")
+        raise ValueError('the text after "run:" must be the name of a run')
     return value
 
 
@@ -100,7 +100,7 @@ WorkerCount = Annotated[WorkerRange, BeforeValidator(parse_workers), PlainSerial
 def _parse_steps_or_share(value: Any) -> float:
     number = float(value)
     if not 0 <= number < math.inf or (number > 1 and number % 1):
-        raise ValueError("neither a whole number nor a fraction")
+        raise ValueError("must be a whole number, or a fraction below 1")
     return number if 0 < number < 1 else int(number)
 
 
@@ -292,7 +292,7 @@ class Settings(BaseModel):
         return max(1, self.shard_degree) if self.parallel == "hsdp" else 1
 
     def environment(self) -> dict[str, str]:
-        """Return all settings and the values of `job` as environment variables, in the order of definition."""
+        """Return all settings and all fields of `job` as environment variables, in the order of definition."""
         values = {**self.model_dump(exclude={"job"}), **self.job.model_dump()}
         return {PREFIX + name.upper(): _as_text(value) for name, value in values.items()}
 
@@ -387,7 +387,10 @@ def _parse(values: Mapping[str, str]) -> Settings:
 
 
 def refuse(problems: list[str], where: str) -> None:
-    """Raise `SettingsError`, with one line per problem, if there are problems."""
+    """Raise `SettingsError`, with one line per problem, if there are problems.
+
+    `where` completes the message's first line, for example "2 problems in the settings:".
+    """
     if problems:
         lines = sorted(set(problems))
         raise SettingsError("\n  ".join([f"{plural(len(lines), 'problem')} {where}:", *lines])) from None

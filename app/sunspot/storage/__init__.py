@@ -1,6 +1,6 @@
 """Storage for runs: a local directory or a bucket, behind one interface (`Storage`).
 
-`open_storage` chooses the backend by the scheme of the storage path:
+`open_storage` chooses the backend by the scheme of the storage path. The modules are:
 
     base.py      the interface `Storage`, and how to add a backend
     local.py     a directory, local or on NFS

@@ -23,7 +23,7 @@ To add a backend:
    credentials to docs/storage.md.
 7. Add a fixture to tests/harness/clouds.py, so that tests/unit/test_storage.py tests the backend.
 
-`open_storage` rejects any other scheme.
+`open_storage` rejects schemes that are not in BACKENDS.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m sunspot.train`: train the run that the SUNSPOT_ settings describe, from its newest state."""
+"""`python -m sunspot.train`: trains the run that the SUNSPOT_ settings describe, starting from its newest state."""
 
 import os
 from collections.abc import Sequence

@@ -75,8 +75,9 @@ def augment(
 ) -> Batch:
     """Apply the task's `augment_row` and `augment` to a batch, if the task defines them. Return the new batch.
 
-    `words` seed the random numbers of each row. They are the run's seed and the epoch (the step in a mixture). `ids` is
-    a copy of the batch's row IDs in main memory, int64 [B]. If `ids` is None, the IDs are read from the batch.
+    `words` seed the random numbers of each row. They are the run's seed and the epoch or, in a mixture, the run's seed
+    and the step. `ids` is a copy of the batch's row IDs in main memory, int64 [B]. If `ids` is None, the IDs are read
+    from the batch.
     """
     if task.augment_row:
         batch = {**batch, **_augment_rows(task.augment_row, batch, words, batch["row"] if ids is None else ids)}

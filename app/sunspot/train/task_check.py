@@ -374,7 +374,7 @@ def refuse_other_losses(before: torch.Tensor, after: torch.Tensor, task: str) ->
 
 
 def predict(learner: Learner, checked: TaskCheck) -> None:
-    """Call the task's `predict` on the newest rows. Raises `SettingsError` if it does not return valid scores."""
+    """Call the task's `predict` on the rows that were read last. Raises `SettingsError` if the scores are invalid."""
     if not learner.task.predict:
         return
     settings = learner.plan.settings

@@ -9,7 +9,7 @@ lost, the interrupted step may already have changed:
 - trainable parameters that change before their optimizer's step, such as weights that are perturbed by hand (SAM) or an
   embedding with `max_norm`.
 
-The first three are restored from copies. Parameters of the last kind have no copies, and neither have frozen parameters
+The first three are restored from copies. Parameters of the last kind have no copies, and neither do frozen parameters
 that are not known to change. If PyTorch's count of in-place changes (`_version`) reveals that a parameter without a
 copy has changed, this process has no state to continue from. It gets another worker's state, or all workers return to
 the newest copy in memory or in storage.

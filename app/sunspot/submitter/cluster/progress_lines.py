@@ -116,7 +116,7 @@ class ProgressLines:
 def describe(snapshot: RunSnapshot, state: RunState, reason: str) -> str:
     """Return one line: the progress of a run that is training, or the reason for any other state.
 
-    The reason for FAILED or LOST is only "for good", because the command ends with an error that says more.
+    For FAILED and LOST, the line is only "for good", because the command then ends with an error that says more.
     """
     if state in (RunState.FAILED, RunState.LOST):
         return "for good"

@@ -255,5 +255,5 @@ def parse_time(text: str | None) -> float | None:
 
 
 def one_line(text: str, ends: str = ".:; ") -> str:
-    """Join the lines of a text, and strip the characters in `ends` from its end."""
+    """Join the lines of a text, and strip the characters in `ends` from the end of the result."""
     return " ".join(text.split()).rstrip(ends)

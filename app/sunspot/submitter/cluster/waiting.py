@@ -176,9 +176,9 @@ class HeadRestarts:
 
 
 def start_again(access: RunAccess, restart: Restart) -> None:
-    """Replace a failed RayJob with a new one that has the same name and, in storage, the same owner ID.
+    """Replace a failed RayJob with a new one of the same name and owner ID.
 
-    If an old pod's node was frozen and recovers, the pod can no longer change the run (run/attempts.py). Raises
+    If the node of an old pod was frozen and recovers, the pod can no longer change the run (run/attempts.py). Raises
     `ClusterError` or `GaveUpError` if the RayJob cannot be replaced within MAX_OUTAGE_S, or if the GitOps tool has not
     recreated it within RECREATED_WITHIN_S.
     """

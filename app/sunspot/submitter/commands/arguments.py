@@ -78,7 +78,7 @@ def add_render_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_job_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that affect a manifest, except those for the profile, the run and the place."""
+    """Add all options that affect a manifest, except --storage, --profile, --run and --place."""
     add_settings(parser)
     parser.add_argument("--image", metavar="REF", help="the image; default: the profile's image")
     parser.add_argument(

@@ -8,5 +8,5 @@ add_arguments = train.add_arguments
 
 
 def run(args: argparse.Namespace) -> None:
-    """Replace this process with `python -m sunspot.tune`, with the same settings as `sunspot train`."""
+    """Replace this process with `python -m sunspot.tune`. Settings are passed as in `sunspot train`."""
     train.become("sunspot.tune", args)

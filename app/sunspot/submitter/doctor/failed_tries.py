@@ -9,7 +9,7 @@ from sunspot.submitter.findings import Diagnosis, Finding, Severity
 
 
 def find_failed_tries(snapshot: RunSnapshot, state: RunState) -> Iterator[Finding]:
-    """Yield a finding if attempts of a live RayJob have failed and the next one is not training yet."""
+    """Yield a finding if attempts of a live RayJob have failed and the next attempt is not training yet."""
     job = snapshot.job
     if not job or not job.failed or state is not RunState.RETRYING:
         return

@@ -109,7 +109,7 @@ def find_refusals(message: str, pod: Mapping[str, Any], nodes: Nodes) -> list[Re
 
 
 def _without_empty(refusal: Refusal, found: Sequence[Sequence[Obstacle]]) -> Refusal:
-    """Return a copy of a refusal. Its node count excludes nodes that are too small even when they are empty."""
+    """Return the refusal, without counting nodes that are too small even when they are empty."""
     lack = sum(any(each.what in (refusal.what, f"without {refusal.what}") for each in obstacles) for obstacles in found)
     return refusal._replace(nodes=max(1, refusal.nodes - lack))
 
@@ -132,8 +132,8 @@ def parse_refusals(message: str) -> list[Refusal]:
     """Parse the reasons in the scheduler's message, and return them, starting with the most useful one.
 
     Missing resources come first, because the nodes that lack them pass the checks of taints and labels. There is
-    one exception: a taint named after a missing resource, such as nvidia.com/gpu, comes even before missing resources,
-    because the tainted nodes have GPUs, and the nodes that are reported as short of GPUs have none. A taint without a
+    one exception: a taint named after a missing resource, such as nvidia.com/gpu, comes even before missing resources.
+    The nodes with this taint have GPUs, but the nodes that are reported as short of GPUs have none. A taint without a
     name comes last, because it is usually the control plane's. Named taints of the control plane are dropped unless
     they are the only reason.
     """

@@ -16,7 +16,7 @@ Pod = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class PodSet:
-    """A number of pods that can be divided among several groups."""
+    """A set of pods that can be divided among several groups."""
 
     groups: Mapping[str, Pod]
     "Pod specs keyed by group."
