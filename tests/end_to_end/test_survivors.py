@@ -227,7 +227,7 @@ def test_a_replica_leaves_and_returns_without_a_repeated_step(
 
 
 @pytest.mark.slow
-def test_all_shards_take_a_step_whose_barrier_a_loss_has_interrupted(
+def test_all_shards_take_a_step_even_if_the_loss_of_a_worker_interrupts_the_barrier(
     program: Program, make_data: MakeData, ray_address: str, tmp_path: Path
 ) -> None:
     run = the_run(program)
@@ -290,7 +290,7 @@ def test_a_run_finishes_without_a_preempted_node(program: Program, make_data: Ma
 
 
 @pytest.mark.slow
-def test_an_elastic_run_continues_without_a_lost_node_until_another_joins(
+def test_an_elastic_run_continues_without_a_lost_node_until_another_node_joins(
     program: Program, make_data: MakeData, ray_address: str
 ) -> None:
     run = the_run(program)

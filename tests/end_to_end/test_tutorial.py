@@ -64,7 +64,7 @@ def run_all(folder: Path) -> None:
             assert kinds(kept) == kinds(cell)
 
 
-def test_all_tutorial_cells_before_the_first_training_can_be_executed(
+def test_all_tutorial_cells_before_the_first_call_of_train_can_be_executed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

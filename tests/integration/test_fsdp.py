@@ -543,7 +543,7 @@ def test_the_commit_waits_for_a_late_shard_and_each_shard_is_written_once(
     assert sorted(written) == [0, 1]
 
 
-def test_find_blocks_yields_the_large_items_of_containers() -> None:
+def test_find_blocks_yields_the_large_submodules_of_containers() -> None:
     model = gpt.build_model(settings_of(**FSDP), SimpleNamespace(classes=256))
     assert list(find_blocks(model)) == list(model.blocks)
     small = nn.Sequential(nn.Linear(10, 10), nn.Sequential(nn.Linear(200, 200), nn.Linear(10, 10)))

@@ -154,7 +154,7 @@ def test_schedules_resume_at_the_step_of_the_checkpoint(step: int, source: Empty
     assert groups[0]["betas"][0] != 0.5, "OneCycleLR changes this option, too"
 
 
-def test_learning_rates_equal_those_in_lightning_itself() -> None:
+def test_learning_rates_equal_those_of_the_lightning_trainer() -> None:
     """A run can resume at any step. An epoch's ten steps are not a multiple of a scheduler's frequency."""
     import lightning
 
@@ -179,7 +179,7 @@ def test_learning_rates_equal_those_in_lightning_itself() -> None:
     assert found == pytest.approx(module.rates, rel=1e-12)
 
 
-def test_a_schedule_keeps_the_counters_in_the_parameter_groups_of_an_optimizer(source: EmptySource) -> None:
+def test_starting_a_schedule_does_not_reset_the_counters_in_parameter_groups(source: EmptySource) -> None:
     """Prodigy and schedule-free optimizers have such counters."""
     from sunspot.adapters.lightning import LightningTask
     from tests.tasks import spoiled_lightning

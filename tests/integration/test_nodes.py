@@ -569,6 +569,6 @@ def test_workers_receive_a_command_after_the_step_during_which_it_was_sent(ray_a
         assert commands.poll().restart
 
 
-def test_each_worker_has_its_own_node_if_no_node_has_room_for_two() -> None:
+def test_each_worker_has_its_own_node_if_no_node_has_room_for_two_workers() -> None:
     assert choose_placement({"a": 1, "b": 1}) == "STRICT_SPREAD"
     assert choose_placement({"a": 1, "b": 2}) == choose_placement({}) == "PACK"

@@ -60,7 +60,7 @@ def final_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow  # test_fsdp.py covers some pairs
-def test_a_checkpoint_of_any_parallel_layout_can_be_resumed_under_any_other(tmp_path: Path) -> None:
+def test_a_checkpoint_of_any_parallel_layout_can_be_resumed_with_any_other_layout(tmp_path: Path) -> None:
     train(tmp_path / "undisturbed", LAYOUTS["ddp 2"])
     expected = final_weights(tmp_path / "undisturbed")
     differences = {}

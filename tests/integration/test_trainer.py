@@ -51,7 +51,7 @@ def test_a_lost_control_channel_does_not_hide_the_training_error(
     assert next_start(outcome, TrainerStart(), 3, survivor_mode=True) is None
 
 
-def test_the_next_trainer_knows_the_progress_of_the_previous_one() -> None:
+def test_the_next_trainer_knows_the_progress_of_the_previous_trainer() -> None:
     """Otherwise, the steps since the previous trainer's checkpoint would not count as taken."""
     before, after = LocalControl(), LocalControl()
     before.send(ControlChannel.begin_group, worker_group(1, "a"))

@@ -144,7 +144,7 @@ def test_a_run_ends_if_it_needs_a_gpu_that_has_broken(cluster: Cluster, training
     assert not cluster.done
 
 
-def test_a_gpu_that_the_run_needs_is_used_again_if_the_gpu_works_or_has_reported_no_error(
+def test_a_gpu_that_the_run_needs_stays_in_use_unless_it_has_reported_an_error_and_no_longer_works(
     cluster: Cluster, training: BrokenInTraining
 ) -> None:
     """MAX_FAILURES limits the number of attempts in that case."""

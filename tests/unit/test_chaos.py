@@ -116,7 +116,7 @@ def test_the_seed_determines_the_order_of_the_faults() -> None:
         (["--kind", "kill", "--count", "0"], "0: must be an integer >= 1"),
     ],
 )
-def test_chaos_deletes_no_pod_if_it_is_not_confirmed_or_its_arguments_are_invalid(
+def test_chaos_deletes_no_pod_without_confirmation_or_with_invalid_arguments(
     cluster: FakeCluster,
     sunspot: Command,
     training: Training,
@@ -162,7 +162,7 @@ def test_each_kind_of_fault_hits_exactly_one_suitable_pod(
     assert grace == grace_s
 
 
-def test_chaos_prints_each_fault_with_its_receipt_and_then_the_audit(
+def test_the_json_output_of_chaos_contains_each_fault_with_its_receipt_and_the_audit(
     cluster: FakeCluster,
     sunspot: Command,
     training: Training,
@@ -192,7 +192,7 @@ def test_chaos_prints_each_fault_with_its_receipt_and_then_the_audit(
     }
 
 
-def test_the_text_output_contains_each_fault_with_its_receipt_and_the_audit(
+def test_the_text_output_of_chaos_contains_each_fault_with_its_receipt_and_the_audit(
     cluster: FakeCluster, sunspot: Command, training: Training
 ) -> None:
     assert sunspot("chaos", "run", "--kind", "kill", "--seed", "1", "--yes") == 0

@@ -243,7 +243,7 @@ def test_the_shape_accounts_for_exif_orientation(tmp_path: Path) -> None:
     assert everything(rows)["image"].shape == (1, 3, 8, 12)
 
 
-def test_image_folders_in_a_bucket_are_read_like_local_ones(tmp_path: Path, s3_bucket: str) -> None:
+def test_image_folders_in_a_bucket_are_read_like_local_folders(tmp_path: Path, s3_bucket: str) -> None:
     put_files(tmp_path, "cat/_1.png", "cat/a.heic", "dog/a.GIF", "dog/.DS_Store", ".trash/a.png")
     there, here = f"s3://{s3_bucket}/pictures", str(tmp_path)
     bucket = open_storage(there)

@@ -691,7 +691,7 @@ def test_a_start_from_a_copy_in_memory_is_not_reported_as_a_damaged_or_lost_chec
     assert (got.code, got.json["name"]) == (0, origin.name)
 
 
-def test_the_audit_lists_only_the_first_faults(run: Run, sunspot: StorageCommand) -> None:
+def test_the_audit_lists_only_the_first_of_many_errors(run: Run, sunspot: StorageCommand) -> None:
     audited(run, 20, **{f"step_{step}": [0] for step in range(1, 15)})
     proved = sunspot("audit", "run")
     assert proved.code == 7

@@ -157,7 +157,7 @@ def without_age(answer: Any) -> Any:
     return {name: value for name, value in answer.items() if name not in ("age_s", "run")}
 
 
-def test_a_stopped_run_can_be_resumed_and_a_deleted_run_is_gone(run: StoredRun) -> None:
+def test_a_run_can_be_resumed_and_deleted_from_python(run: StoredRun) -> None:
     start(begin(run), "run-1")
     set_status(run, RunState.STOPPED, step=2)
     request_stop(run, "a test")

@@ -670,7 +670,7 @@ def test_the_probe_pod_for_workers_runs_on_spot_nodes_with_a_spot_profile() -> N
         (GOOD.replace('"ok"', '"failed"'), "Succeeded", 0, "all of it"),
     ],
 )
-def test_probe_pods_with_failed_checks_are_deleted(
+def test_probe_pods_are_deleted_even_if_their_checks_fail(
     fit: FakeCluster, sunspot: Command, patient: None, message: str, phase: str, code: int, said: str
 ) -> None:
     fit.on_create = lambda pod: finish(pod, message, phase, code)

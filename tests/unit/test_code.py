@@ -115,7 +115,7 @@ def test_editor_backups_do_not_change_the_archive(in_git: bool, folder: Path) ->
     assert pack(folder).sha256 == before.sha256
 
 
-def test_untracked_files_are_listed_and_all_tracked_files_are_included(folder: Path) -> None:
+def test_tracked_backup_files_are_included_and_untracked_files_are_listed(folder: Path) -> None:
     write(folder, {"kept.bak": "data"})
     git(folder, "add", "kept.bak")
     archive = pack(folder)
@@ -287,7 +287,7 @@ def test_code_is_unpacked_once_per_node_and_comes_first_on_sys_path(
     assert find_code("") == ""
 
 
-def test_code_with_a_different_hash_is_not_run(
+def test_code_that_does_not_match_its_recorded_hash_is_not_run(
     folder: Path, tmp_path: Path, node: Path, monkeypatch: pytest.MonkeyPatch, warned: list[str]
 ) -> None:
     reference = keep(pack(folder).content, tmp_path / "storage")

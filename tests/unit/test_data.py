@@ -541,7 +541,7 @@ def test_a_partial_download_does_not_count_as_complete(tmp_path, monkeypatch):
     assert rows_in(open_mnist(str(tmp_path))[0]) == 5000
 
 
-def test_missing_mnist_files_are_downloaded_and_damaged_ones_are_reported(tmp_path, monkeypatch):
+def test_missing_mnist_files_are_downloaded_and_damaged_files_are_reported(tmp_path, monkeypatch):
     put_mnist(tmp_path)
     path = tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte"
     path.write_bytes(path.read_bytes()[:-100])

@@ -259,7 +259,7 @@ def test_delete_warns_if_the_bucket_keeps_old_versions(in_bucket: Command, bucke
     assert not files_of(bucket_run)
 
 
-def test_objects_are_deleted_in_batches_or_one_by_one_if_the_server_requires_it(
+def test_objects_are_deleted_one_by_one_if_the_server_rejects_batches(
     s3_proxy: FaultProxy, bucket_run: Run, in_bucket: Command
 ) -> None:
     fill(bucket_run)

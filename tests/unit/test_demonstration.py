@@ -120,7 +120,7 @@ def test_an_event_just_before_the_training_ends_is_seen() -> None:
         assert training.wait("its end", look)
 
 
-def test_every_wait_in_a_demonstration_times_out(set_constants: SetConstants) -> None:
+def test_every_wait_in_a_demonstration_has_a_time_limit(set_constants: SetConstants) -> None:
     set_constants(demonstration, MAX_WAIT_S=0.1)
     with trainer(SLEEP) as training:
         with pytest.raises(GaveUpError, match=r"waiting .* for the first step"):

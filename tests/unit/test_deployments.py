@@ -106,7 +106,7 @@ def test_the_live_page_accepts_the_host_names_of_its_service() -> None:
     }
 
 
-def test_the_live_page_has_no_token_and_only_the_ingress_reaches_it() -> None:
+def test_the_live_page_has_no_token_and_can_be_reached_only_from_the_ingress() -> None:
     pod = template("ui")["spec"]
     assert pod["automountServiceAccountToken"] is find("ui", "ServiceAccount")["automountServiceAccountToken"] is False
     [container] = pod["containers"]

@@ -117,7 +117,7 @@ def test_reading_the_log_of_a_driver_continues_after_the_last_complete_line(monk
     assert (list(stock.lines), asked) == (["one\r", "two\rtwo", "three", "four"], [1, 3, 1])
 
 
-def test_the_results_of_a_contender_are_computed(tmp_path: Path) -> None:
+def test_the_results_of_each_contender_are_computed_and_stored(tmp_path: Path) -> None:
     points = [(float(at), at + 1) for at in range(50)] + [(float(at + 100), at + 41) for at in range(60)]
     result = Result("Sunspot", "job", 100, points, 10, [(49.5, "kill", "a")])
     assert (result.reached, result.wall_s, result.longest_s) == (100, 159.0, 61.0)

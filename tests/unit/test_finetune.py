@@ -153,7 +153,7 @@ def test_padding_does_not_change_the_class_of_a_text(base: str) -> None:
 
 
 @pytest.mark.parametrize("head", ["text", "classes"])
-def test_the_report_of_a_language_model_shows_texts(base: str, texts: str, head: str) -> None:
+def test_the_report_of_a_language_model_contains_texts_sorted_by_loss(base: str, texts: str, head: str) -> None:
     if head == "classes":
         texts = write_texts(Path(texts), label=["short", "long"] * 20)
     settings = settings_of(base, texts, head=head)

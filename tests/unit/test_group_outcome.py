@@ -69,7 +69,7 @@ def counted(charged: int, kept: int = 0) -> FailureCounts:
         "no control channel in a restart",
     ],
 )
-def test_a_new_trainer_starts_in_survivor_mode_unless_the_run_has_failed(
+def test_in_survivor_mode_a_new_trainer_starts_unless_the_run_has_failed(
     error: Any,
     restart: bool,
     end: GroupEnd | None,
@@ -92,7 +92,9 @@ def test_a_new_trainer_starts_in_survivor_mode_unless_the_run_has_failed(
 
 
 @pytest.mark.parametrize("survivor_mode", [False, True])
-def test_a_failed_controller_is_replaced_a_few_times_but_not_counted_as_a_failure(survivor_mode: bool) -> None:
+def test_a_failed_controller_is_restarted_a_few_times_without_counting_against_max_failures(
+    survivor_mode: bool,
+) -> None:
     outcome = GroupOutcome(find_reason(CONTROLLER, restart=False, one_machine=True), CONTROLLER, None)
     start: TrainerStart | None = TrainerStart(counts=TWICE)
     starts = 0

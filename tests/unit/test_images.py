@@ -286,7 +286,7 @@ def test_pixels_equal_those_read_by_torchvision(form: str, mode: str) -> None:
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("size", [(1000, 750), (500, 375), (60, 101), (64, 48), (32, 24), (48, 64)])
 @pytest.mark.parametrize("mode", ["RGB", "L"])
-def test_scaled_pixels_are_close_to_the_result_of_pillow(size: tuple[int, int], mode: str, turned: bool) -> None:
+def test_scaled_pixels_are_close_to_those_scaled_by_pillow(size: tuple[int, int], mode: str, turned: bool) -> None:
     coarse = np.random.default_rng(1).integers(0, 256, (6, 8, 3), np.uint8)
     photo = Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC).convert(mode)
     exif = Image.Exif()

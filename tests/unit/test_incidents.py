@@ -134,7 +134,7 @@ def test_goodput_counts_the_time_lost_to_an_incident() -> None:
     assert goodput(attempts, [begin, receipt(2, 145, 165)], 200) == pytest.approx(1 - (30 + 15 + 30) / 250)
 
 
-def test_goodput_is_none_without_receipts_or_time() -> None:
+def test_goodput_is_none_without_receipts_or_elapsed_time() -> None:
     assert goodput([], [], 100) is None
     assert goodput([attempt(1, 100)], [], 200) is None, "without a receipt nothing was measured"
     begun = [receipt(1, 100, 110)]

@@ -183,7 +183,9 @@ def test_a_bug_that_recurs_on_all_ranks_after_the_same_number_of_steps_ends_the_
     ],
     ids=["another message", "a later step", "from outside", "a lost peer"],
 )
-def test_the_run_starts_again_if_the_second_error_differs(control: Control, second: dict[str, Any]) -> None:
+def test_the_run_starts_again_if_the_second_error_differs_from_the_first(
+    control: Control, second: dict[str, Any]
+) -> None:
     judge = FailureJudge(control, 3)
     control.end = group_end(failed(0, 1, **BACKWARD))
     assert judge({0: RuntimeError()})
@@ -646,7 +648,7 @@ def test_nodes_with_broken_gpus_are_excluded_before_the_next_group_starts(contro
     assert control.said[0].endswith(end)
 
 
-def test_a_lost_worker_is_identified_by_its_node_in_survivor_mode(control: Control) -> None:
+def test_in_survivor_mode_a_lost_worker_is_identified_by_its_node(control: Control) -> None:
     """Ray numbers the workers in the order in which it started them, and the workers number themselves as they
     connect.
     """
@@ -700,7 +702,7 @@ def test_a_restart_error_is_recognized_by_its_class_and_is_not_a_failure(control
     assert isinstance(getattr(find_worker_error(ended), "worker_failures", {})[1], ValueError)
 
 
-def test_a_restart_ends_the_trainer_in_survivor_mode(control: Control) -> None:
+def test_in_survivor_mode_a_restart_ends_the_trainer(control: Control) -> None:
     judge = FailureJudge(control, 3, survivor_mode=True)
     with pytest.raises(ControllerError):
         FailureCallback(control, judge, survivor_mode=True).after_exception(None, {0: GroupRestartError()})

@@ -88,7 +88,7 @@ def same(one: KerasModule, other: KerasModule) -> bool:
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_a_resumed_keras_model_equals_that_of_an_uninterrupted_run(task: Any, dropout: float) -> None:
+def test_a_resumed_keras_model_equals_the_model_of_an_uninterrupted_run(task: Any, dropout: float) -> None:
     whole = build(dropout=dropout)
     steps(whole, range(3))
     state = through_a_file(whole.state_dict())

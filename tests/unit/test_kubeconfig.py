@@ -92,7 +92,7 @@ def test_an_invalid_kubeconfig_is_reported_in_one_line(cluster: FakeCluster, sun
 # ------------------------------------------------------------------------------------------------------------- plugins
 
 
-def test_a_credential_plugin_gets_its_environment_and_can_print_where_to_sign_in(
+def test_a_credential_plugin_gets_its_environment_and_can_print_a_sign_in_link(
     cluster: FakeCluster, config: Config, set_constants: SetConstants, capfd: pytest.CaptureFixture[str]
 ) -> None:
     set_constants("sunspot.submitter.printing", NOTE_AFTER_S=0)

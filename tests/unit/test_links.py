@@ -92,7 +92,9 @@ def test_a_link_to_a_file_outside_the_storage_path_is_not_followed(storage: Loca
     assert (private / "key").read_bytes() == SECRET * 1000
 
 
-def test_links_within_the_storage_path_and_links_to_it_are_followed(tmp_path: Path, storage: LocalStorage) -> None:
+def test_links_within_the_storage_path_and_links_to_the_storage_path_are_followed(
+    tmp_path: Path, storage: LocalStorage
+) -> None:
     (tmp_path / "link").symlink_to(storage.root)
     (storage.root / "same").symlink_to("run")
     (storage.root / "run/again.json").symlink_to("run.json")

@@ -34,7 +34,7 @@ def train(folder: Path, *words: str, **environment: str) -> Answer:
 
 
 @pytest.mark.parametrize("form", [(), ("--json",)])
-def test_the_command_line_overrides_the_environment_which_overrides_the_file(
+def test_the_command_line_overrides_the_environment_which_overrides_the_settings_file(
     tmp_path: Path, form: tuple[str, ...]
 ) -> None:
     (tmp_path / "sunspot.toml").write_text("EPOCHS = 0\nSUNSPOT_SEED = -1\ntrials = 0\n")

@@ -12,7 +12,7 @@ from tests.harness import REPOSITORY
 log = logging.getLogger("sunspot.some.module")
 
 
-def test_warnings_are_marked_and_go_to_the_current_stream(capsys: pytest.CaptureFixture[str]) -> None:
+def test_warnings_are_marked_and_printed_to_the_selected_stream(capsys: pytest.CaptureFixture[str]) -> None:
     log.info("model: 3 modules")
     log.warning("50%% of %s", "it is\x1b[31m lost\x07")
     assert capsys.readouterr() == ("model: 3 modules\nwarning: 50% of it is lost\\x07\n", "")

@@ -563,7 +563,7 @@ def test_the_model_checker_detects_a_group_that_ignores_a_reconnected_member(mon
     expect_counterexample(Decisions, "the group waits for a reconnected member")
 
 
-def test_a_member_with_the_newest_state_leaves_only_after_the_others_have_it() -> None:
+def test_a_member_with_the_newest_state_leaves_only_after_the_other_members_have_received_the_state() -> None:
     """Rank 0 has completed its step, and shares its node with the last rank, which is to leave."""
     membership = Membership(3)
     for name, node in (("first", "a"), ("second", "b"), ("third", "a")):

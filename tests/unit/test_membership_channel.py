@@ -379,7 +379,7 @@ def test_the_server_pauses_after_failing_to_accept_a_connection() -> None:
     assert 1 <= len(tried) <= 10
 
 
-def test_the_store_and_the_listener_are_bound_to_one_address(server: MembershipServer) -> None:
+def test_the_store_and_the_listener_are_bound_only_to_the_address_of_the_server(server: MembershipServer) -> None:
     address = server.address
     for port in (address.port, address.store_port):
         socket.create_connection((address.host, port), 5).close()

@@ -150,7 +150,7 @@ def test_a_run_does_not_try_to_move_to_the_same_place_again_after_a_failed_move(
 
 
 @pytest.mark.usefixtures("trains_in_east")
-def test_a_run_whose_head_was_given_up_starts_again_in_a_better_place(
+def test_a_run_whose_head_stopped_answering_starts_again_in_a_better_place(
     clusters: dict[str, FakeCluster], sunspot: Command, profile: str, set_constants: SetConstants
 ) -> None:
     set_constants("sunspot.run.status", SILENT_AFTER_S=0.0)

@@ -228,7 +228,7 @@ def test_a_run_moves_and_its_old_job_is_deleted(
 
 
 @pytest.mark.usefixtures("trains_in_east")
-def test_a_run_that_gets_no_nodes_in_the_new_place_stays_where_it_was(
+def test_a_run_that_gets_no_nodes_in_the_new_place_stays_in_its_old_place(
     clusters: dict[str, FakeCluster], sunspot: Command, profile: str
 ) -> None:
     assert move(sunspot, profile, "--timeout", "0.1") == 5
@@ -239,7 +239,7 @@ def test_a_run_that_gets_no_nodes_in_the_new_place_stays_where_it_was(
 
 
 @pytest.mark.usefixtures("trains_in_east")
-def test_a_run_whose_new_job_fails_stays_where_it_was(
+def test_a_run_whose_new_job_fails_stays_in_its_old_place(
     clusters: dict[str, FakeCluster], sunspot: Command, profile: str
 ) -> None:
     assert move_until(lambda: fail_in_west(clusters), clusters, sunspot, profile) == 5
@@ -366,7 +366,7 @@ def test_the_old_job_restarts_although_the_new_job_in_its_namespace_cannot_be_de
 
 
 @pytest.mark.usefixtures("trains_in_east")
-def test_a_job_that_cannot_be_applied_again_is_kept_if_its_move_fails(
+def test_an_old_job_that_cannot_be_applied_again_is_kept_if_the_move_fails(
     clusters: dict[str, FakeCluster], sunspot: Command, profile: str
 ) -> None:
     old = owner_of(clusters["east"])

@@ -77,7 +77,7 @@ def test_nan_rows_and_steps_skipped_by_a_loss_scaler_do_not_end_a_run(group: dis
     assert watch.state == {}
 
 
-def test_all_metrics_ending_with_loss_are_checked_if_none_is_named_loss(group: dist.ProcessGroup) -> None:
+def test_metrics_whose_names_end_with_loss_are_checked_if_no_metric_is_named_loss(group: dist.ProcessGroup) -> None:
     record = {"step": 10, "steps": 10, "generator_loss": NAN, "ratio": NAN}
     newest = {"generator_loss": torch.tensor([NAN]), "ratio": torch.tensor([NAN])}
     for more, windows in (({}, 1), ({"loss": 1.0}, 0)):
@@ -237,7 +237,7 @@ def test_a_run_resumes_from_the_newest_checkpoint_with_finite_weights(tmp_path: 
     assert [(each.name, each.kind) for each in passed] == [(each.name, Unusable.NOT_FINITE) for each in reversed(bad)]
 
 
-def test_a_run_without_other_checkpoints_resumes_from_a_checkpoint_with_nan_weights(tmp_path: Path) -> None:
+def test_a_run_resumes_from_a_checkpoint_with_nan_weights_if_no_other_checkpoint_exists(tmp_path: Path) -> None:
     run = begin(open_run(str(tmp_path), "run"))
     attempt = start(run, "job")
     newest = [commit(run, attempt, step, nan_weights=1) for step in (3, 6)][-1]

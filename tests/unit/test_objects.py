@@ -197,7 +197,7 @@ def test_lone_surrogates_in_a_stored_object_are_replaced(run: Run) -> None:
     assert [event["detail"] for event in read_journal(run, "events")] == ["a\N{REPLACEMENT CHARACTER}b"]
 
 
-def test_the_job_name_of_a_damaged_submission_record_is_still_known(run: Run) -> None:
+def test_the_job_name_is_known_even_if_the_submission_record_is_damaged(run: Run) -> None:
     record_submission(begin(run), SubmissionRecord("run-1234", "sunspot"))
     [entry] = run.storage.list(run.key("submissions"))
     content = run.storage.read(entry.key)
@@ -287,7 +287,7 @@ def test_a_renamed_audit_file_is_rejected(run: Run) -> None:
         read_audit(run, lineage(read_attempts(run)))
 
 
-def test_an_audit_file_with_other_columns_is_rejected(run: Run) -> None:
+def test_an_audit_file_with_invalid_columns_is_rejected(run: Run) -> None:
     import pyarrow
 
     start(begin(run), "job")

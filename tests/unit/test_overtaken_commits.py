@@ -309,7 +309,9 @@ def test_the_next_group_saves_if_the_newest_checkpoint_is_older_than_the_interva
     assert survivor.is_due() == due
 
 
-def test_a_process_that_becomes_rank_0_again_knows_the_commits_of_other_ranks(run: Run, memory: NodeMemory) -> None:
+def test_a_process_that_becomes_rank_0_again_takes_the_commits_of_other_ranks_into_account(
+    run: Run, memory: NodeMemory
+) -> None:
     survivor = Survivor(run, memory, checkpoint_every_s=60.0)
     survivor.form_group()
     survivor.take_step()
@@ -359,7 +361,7 @@ def test_file_ages_are_measured_by_the_storage_clock(
     assert len(list_directories(run)) == 2
 
 
-def test_a_group_that_knows_of_no_commit_saves_at_once(run: Run, memory: NodeMemory) -> None:
+def test_a_group_without_a_known_commit_saves_immediately(run: Run, memory: NodeMemory) -> None:
     survivor = Survivor(run, memory)
     survivor.form_group()
     survivor.take_step(save=False)
@@ -385,7 +387,7 @@ def test_no_copy_is_kept_of_buffers_from_an_aborted_collective(run: Run, memory:
     assert [copy.step for copy in list_snapshots(memory.directory)] == [1]
 
 
-def test_a_required_copy_waits_for_the_previous_copy(run: Run, memory: NodeMemory) -> None:
+def test_a_required_in_memory_copy_waits_until_the_previous_copy_is_complete(run: Run, memory: NodeMemory) -> None:
     """The newest copy must be that of the last step, from which all workers resume under FSDP."""
     survivor = Survivor(run, memory)
     survivor.form_group()

@@ -189,7 +189,7 @@ def test_learning_rates_that_a_loop_sets_before_the_optimizer_step_are_kept(
     assert importlib.import_module(task).rates == [0.5**step for step in range(BATCH["max_steps"])]
 
 
-def test_each_step_of_a_loop_has_its_own_random_numbers_and_epoch(
+def test_a_custom_loop_gets_the_random_numbers_and_the_epoch_of_each_step(
     group: dist.ProcessGroup, own: Callable[..., str]
 ) -> None:
     """A resumed run draws the same numbers. After the last step, the epoch is still the last one."""
@@ -217,7 +217,7 @@ def train(run):
     assert importlib.import_module(task).drawn[3] == drawn[3]
 
 
-def test_modules_that_a_task_puts_into_evaluation_mode_stay_in_it(
+def test_modules_that_a_task_puts_into_evaluation_mode_stay_in_evaluation_mode(
     own: Callable[..., str], group: dist.ProcessGroup
 ) -> None:
     """A model that is completely in evaluation mode was loaded that way, so it is put into training mode."""
@@ -237,7 +237,7 @@ def build_model(settings, source):
         assert [module.training for module in worker.learner.model] == modes
 
 
-def test_several_optimizers_are_saved_and_restored_as_one() -> None:
+def test_several_optimizers_are_saved_and_restored_like_a_single_optimizer() -> None:
     """The run resumes as if uninterrupted, and the saved state is that of one optimizer with all groups."""
 
     def trained(steps: int, saved: Any = None) -> tuple[nn.Module, Optimizers]:

@@ -64,7 +64,7 @@ def claim(claimant: Claimant) -> Attempt:
 
 @pytest.mark.parametrize("other", [OTHER_NAMESPACE, OTHER_CLUSTER])
 @pytest.mark.parametrize("submitted", [False, True])
-def test_the_later_of_two_rayjobs_with_the_same_name_takes_over_only_once(
+def test_the_earlier_of_two_rayjobs_with_the_same_name_cannot_take_the_run_back(
     run: Run, driver: Driver, other: tuple[str, str], submitted: bool
 ) -> None:
     first_id, second_id = (new_submission(RAYJOB), new_submission(RAYJOB)) if submitted else (RAYJOB, RAYJOB)
@@ -109,7 +109,7 @@ def test_a_run_whose_owner_is_only_a_job_id_can_be_taken_over(run: Run, driver: 
         ensure_owner(run, old)
 
 
-def test_outside_kubernetes_the_job_is_the_owner(
+def test_outside_kubernetes_the_owner_is_the_job_id(
     monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants, tmp_path: Path
 ) -> None:
     set_constants("sunspot.run.owner", CERTIFICATES=tmp_path / "none")

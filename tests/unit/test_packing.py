@@ -78,7 +78,7 @@ class CountingDecoder:
         return [value, -value]
 
 
-def test_only_the_lists_before_the_last_wanted_row_are_decoded(tmp_path: Path) -> None:
+def test_decoding_stops_after_the_last_requested_row(tmp_path: Path) -> None:
     lists = 3 * LISTS_AT_ONCE
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"x": range(lists)}), path)

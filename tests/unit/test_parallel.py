@@ -172,7 +172,7 @@ def test_no_decision_of_rank_0_is_lost_or_repeated_when_the_step_duration_change
     assert sum(actions.save for actions in agreed) == 8
 
 
-def test_a_commit_counts_as_running_until_rank_0_decides_again(set_constants: SetConstants) -> None:
+def test_a_commit_counts_as_running_until_the_next_decision_of_rank_0(set_constants: SetConstants) -> None:
     set_constants(sunspot.parallel.decisions, ASK_EVERY_S=60.0)
     _, agreed = agree_for([0.0] * 16, {7: StepActions(busy=True)})
     assert [step for step, actions in enumerate(agreed, start=1) if actions.busy] == list(range(8, 16))
@@ -215,7 +215,7 @@ def test_a_model_built_on_the_meta_device_has_real_buffers_and_tied_weights() ->
 
 
 @pytest.mark.parametrize("table", ["drawn", "derived", "looked at"])
-def test_a_model_that_reads_its_parameters_is_not_built_on_the_meta_device(table: str) -> None:
+def test_a_model_whose_constructor_reads_its_parameters_is_not_built_on_the_meta_device(table: str) -> None:
     assert build_without_values(lambda: Odd(table=table)) is None
 
 

@@ -134,7 +134,7 @@ def test_losing_a_neighbor_ends_the_exchange_of_copies_but_keeps_existing_copies
     assert in_processes(tmp_path, 3, act) == ["ended", "died", "ended"]
 
 
-def test_a_group_that_continues_makes_no_copies_after_a_failed_exchange(
+def test_a_group_that_survives_a_failed_exchange_of_copies_makes_no_further_copies(
     group: dist.ProcessGroup, tmp_path: Path, set_constants: SetConstants
 ) -> None:
     set_constants(sunspot.checkpoint.memory_files, SHARED_MEMORY=tmp_path)

@@ -18,7 +18,7 @@ from sunspot.parallel.process_group import ProcessGroups
 LIMIT_S = 60.0
 
 
-def test_a_process_leaves_its_group_at_once_while_a_peer_is_stopped() -> None:
+def test_a_process_leaves_its_group_immediately_even_if_a_peer_is_suspended() -> None:
     """A broadcast is running, which would end only when the peer resumes."""
 
     def take_part(rank: int) -> None:

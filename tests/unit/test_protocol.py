@@ -638,7 +638,7 @@ def test_no_group_continues_in_a_run_whose_deletion_has_begun() -> None:
         assert not job.next
 
 
-def test_a_process_does_not_restart_a_run_that_was_deleted_while_it_trained() -> None:
+def test_a_process_does_not_restart_a_run_that_was_deleted_during_training() -> None:
     """Its next group's claim got no response and was retried after everything was deleted."""
     with replay() as protocol:
         job = start_until_third_claim(protocol)
@@ -732,7 +732,7 @@ def test_choosing_a_start_before_the_claim_breaks_the_protocol(monkeypatch: pyte
     )
 
 
-def test_owners_that_differ_only_in_name_break_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_owners_that_consist_only_of_a_job_name_break_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TwoClusters, "owner_of", lambda self, job: "job")
     expect_counterexample(TwoClusters, "claimed a run that its job had lost")
 

@@ -325,7 +325,9 @@ def test_committing_a_step_after_the_starting_step_of_the_next_group_breaks_the_
     expect_counterexample(Behind, "does not lead to the newest attempt")
 
 
-def test_deleting_while_a_group_chooses_its_start_breaks_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deleting_checkpoints_while_a_group_chooses_its_start_breaks_the_protocol(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ensure = sunspot.run.checkpoints.ensure_committer
 
     def as_chosen(run: Run, attempt: Attempt, name: str) -> Attempt:

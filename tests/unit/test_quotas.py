@@ -174,7 +174,7 @@ def test_pods_are_checked_against_limit_ranges(item: dict[str, Any], seen: str) 
     assert len({each.seen for each in found}) == len(found), "each problem is reported once"
 
 
-def test_init_containers_and_pod_overhead_are_counted_as_in_the_scheduler() -> None:
+def test_init_containers_and_pod_overhead_are_counted_as_the_scheduler_counts_them() -> None:
     def container(cpu: str, **more: Any) -> dict[str, Any]:
         return {"name": "c", "resources": {"requests": {"cpu": cpu}}, **more}
 
@@ -207,7 +207,7 @@ def test_resource_amounts_are_printed_in_the_unit_of_the_quota(amount: float, pa
 SAID = "exceeded quota: team, requested: limits.memory=3Gi,requests.memory=3Gi, used: limits.memory=8Gi"
 
 
-def test_an_api_server_quota_error_is_compared_with_the_whole_run() -> None:
+def test_the_limit_in_a_quota_error_is_compared_with_the_resources_of_the_whole_run() -> None:
     manifest = render("kind", {"NUM_WORKERS": "2"}).manifest
     found = parse_exceeded(f"pods x is forbidden: {SAID}, limited: limits.memory=9Gi,requests.memory=9Gi; and so on")
     assert found

@@ -80,7 +80,7 @@ def test_old_rank_records_are_combined_but_new_records_are_kept(run: Run, set_co
     assert newest_rank_records(run, lineage([attempt])) == found
 
 
-def test_rank_records_are_not_combined_if_there_are_few() -> None:
+def test_a_small_number_of_rank_records_is_not_combined() -> None:
     text = b"".join(json.dumps(record(number)).encode() + b"\n" for number in range(64))
     assert downsample(text) == text
 

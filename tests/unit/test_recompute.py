@@ -105,7 +105,7 @@ def test_a_recomputed_block_is_compiled_as_one_graph() -> None:
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_recomputed_blocks_of_a_prepared_model_give_the_same_gradients(parallel: str, tmp_path: Path) -> None:
+def test_recomputed_blocks_give_the_same_gradients_with_ddp_and_fsdp(parallel: str, tmp_path: Path) -> None:
     def compare(_: object) -> bool:
         passes = []
         for recompute in (False, True):

@@ -136,7 +136,7 @@ def test_a_run_is_still_watched_after_its_move_has_failed(
     assert annotations(cluster, "run-1")["sunspot/step"] == "8"
 
 
-def test_a_head_that_is_given_up_after_a_failed_move_is_restarted(
+def test_a_job_whose_head_stops_answering_after_a_failed_move_is_restarted(
     cluster: FakeCluster, run: Run, reconciler: Reconciler
 ) -> None:
     put_failed_move(cluster)

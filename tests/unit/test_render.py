@@ -857,7 +857,7 @@ def test_zone_placement_requires_all_pods_to_be_in_one_zone(tmp_path: Path) -> N
     assert "topologySpreadConstraints" not in pod
 
 
-def test_a_label_requests_gang_scheduling(tmp_path: Path) -> None:
+def test_a_label_in_the_profile_requests_gang_scheduling(tmp_path: Path) -> None:
     """The operator copies the label from the RayJob to the RayCluster."""
     [example] = [text for text in EXAMPLES if "gang" in text]
     rendered = render(own_profile(tmp_path, example), {})

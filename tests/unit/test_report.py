@@ -142,7 +142,7 @@ def test_a_window_of_one_step_causes_no_spike_in_the_chart(run: Run) -> None:
     assert "lowest 90 at 80, highest 95 at 160" in steps
 
 
-def test_short_windows_are_drawn_once_short_windows_have_become_usual() -> None:
+def test_short_windows_are_drawn_after_several_short_windows_in_a_row() -> None:
     history = History()
     for step, (rows, loss) in enumerate([(100.0, 1.0), *[(10.0, 0.5)] * 5]):
         history.add({"attempt": 1, "step": step, "rows": rows, "loss": loss}, "loss")

@@ -434,7 +434,7 @@ def test_an_evaluation_repeated_by_the_next_attempt_belongs_to_the_lineage(run: 
 
 
 @pytest.mark.parametrize("tier", ["memory", "storage"])
-def test_a_loaded_state_has_its_metrics_and_pending_work(
+def test_a_state_loaded_from_memory_or_storage_has_its_metrics_and_pending_work(
     tier: str, run: Run, tmp_path: Path, set_constants: SetConstants
 ) -> None:
     """A state in memory also has the rows that no audit in storage contains."""
@@ -807,6 +807,8 @@ def commit_weights(run: Run, step: int) -> None:
     ],
     ids=["ddp", "one shard lacks the step", "all shards have the step", "unknown shard", "two layouts", "no heartbeat"],
 )
-def test_a_step_is_complete_if_all_shards_have_taken_it(steps: dict[tuple[int, int], list[int]], complete: int) -> None:
+def test_a_step_is_complete_if_workers_of_all_shards_have_taken_the_step(
+    steps: dict[tuple[int, int], list[int]], complete: int
+) -> None:
     heartbeats = [Heartbeat(3, step, 0.0, shard, shards) for (shard, shards), taken in steps.items() for step in taken]
     assert complete_step(heartbeats) == complete

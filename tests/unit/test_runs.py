@@ -91,7 +91,7 @@ def test_a_submitted_run_is_found_before_its_driver_starts(tmp_path: Path) -> No
         find_run("another", str(tmp_path))
 
 
-def test_runs_are_listed_even_if_one_of_them_has_a_damaged_status(run: Run) -> None:
+def test_runs_are_listed_even_if_one_run_has_a_damaged_status(run: Run) -> None:
     other = Run(run.storage, "other")
     write_status(run, RUNNING)
     run.storage.write(other.key("status/attempt-0000-00000000.json"), b'{"state": "dancing", "owner": "x"}')
@@ -196,7 +196,7 @@ def test_a_lost_run_is_listed_with_the_step_of_its_newest_checkpoint(
     assert on_page.checkpoint == (kept.name if ago > 5 else None)
 
 
-def test_a_recent_status_is_enough_to_read_the_state_of_a_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recent_status_is_enough_to_determine_the_state_of_a_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     write_status(run, replace(RUNNING, driver="0123abcd"))
     with monkeypatch.context() as patch:
         listed: list[str] = []
@@ -340,7 +340,7 @@ def test_status_can_watch_a_run_until_it_ends(
             ]
 
 
-def test_status_shows_the_step_once(run: Run, sunspot: StorageCommand) -> None:
+def test_the_status_command_shows_only_the_newest_recorded_step(run: Run, sunspot: StorageCommand) -> None:
     """The history can be ahead of the status."""
     attempt = start(run, "job")
     write_status(run, replace(RUNNING, attempt=1, driver="0123abcd"))
@@ -551,7 +551,7 @@ def test_the_logs_command_reports_missing_output(run: Run, sunspot: StorageComma
     assert sunspot("logs", "run", "-f", "--previous").code == 2
 
 
-def test_a_long_stream_is_read_in_segments_from_any_offset(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_output_stream_is_read_in_segments_from_any_offset(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     text = os.urandom(2 * SEGMENT_BYTES + 1000)
     writer = LogWriter(run, "driver-1")
     for begin_at in (0, SEGMENT_BYTES, 2 * SEGMENT_BYTES):

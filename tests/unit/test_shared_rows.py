@@ -83,7 +83,7 @@ def test_a_worker_that_joins_a_node_maps_the_rows_already_in_shared_memory() -> 
     assert [int(rows["label"][3]) for [rows] in loaded] == [99, 99]
 
 
-def test_rows_are_freed_with_the_last_worker_that_maps_them() -> None:
+def test_rows_are_freed_once_no_worker_maps_them() -> None:
     source = CountingSource((5, 7))
     first = load_in_threads([source], ["a"])
     second = join(source, "a")

@@ -101,7 +101,7 @@ def test_damaged_results_of_the_show_function_are_reported(run: Run) -> None:
     assert "What the task shows cannot be read" in page_of(run)
 
 
-def test_the_show_function_of_a_language_model_includes_texts(run: Run) -> None:
+def test_the_show_function_of_a_language_model_returns_texts_sorted_by_loss(run: Run) -> None:
     settings = Settings(
         task="sunspot.tasks.gpt",
         task_args={"layers": 1, "width": 8, "heads": 1, "context": 16},

@@ -207,7 +207,7 @@ def supervise(monkeypatch: pytest.MonkeyPatch, sick: SickNode | None) -> tuple[C
     return after, parts
 
 
-def test_the_driver_excludes_a_sick_node_and_uses_other_nodes_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_driver_excludes_a_sick_node_and_later_uses_room_on_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     after, parts = supervise(monkeypatch, SickNode("c", "it is slow"))
     parts.control.channel.add_step_times(window(1, FAST, FAST, FAST))
     assert after(1).nodes == THREE.nodes

@@ -699,7 +699,7 @@ def test_a_directory_of_another_user_is_never_used(
     assert "belongs to another user" in trainee.warnings[0]
 
 
-def test_copies_can_only_be_read_by_their_user(shared_memory: Path) -> None:
+def test_only_the_user_of_a_run_can_read_its_copies(shared_memory: Path) -> None:
     folder = shared_memory / f"sunspot-{os.getuid()}"
     folder.mkdir(mode=0o755)  # the mode that earlier versions used
     assert Trainee().memory.shared

@@ -354,7 +354,7 @@ def test_a_run_is_finishing_once_it_has_taken_all_steps() -> None:
         assert (state, reason.endswith("all steps are taken")) == (RunState.FINISHING, True)
 
 
-def test_the_reason_says_that_no_operator_handles_the_job() -> None:
+def test_a_job_that_no_operator_has_handled_for_some_time_is_reported() -> None:
     assert "check that the KubeRay operator runs" in judge(job("", ""), now=NOW)[1]
     assert "operator" not in judge(job("", ""), now=CREATED + 5)[1]
 
@@ -428,7 +428,7 @@ CRASHED = {"containerStatuses": [{"name": "ray", "state": {}, "lastState": {"ter
         ),
     ],
 )
-def test_the_reason_says_why_a_run_is_pending(pods: list[dict[str, Any]], said: list[str]) -> None:
+def test_the_reason_why_a_run_is_pending_is_read_from_its_pods(pods: list[dict[str, Any]], said: list[str]) -> None:
     state, reason = judge(job("Initializing", ""), [view(raw) for raw in pods], now=NOW)
     assert state is RunState.PENDING
     for part in said:
@@ -474,7 +474,7 @@ def test_pods_of_an_earlier_attempt_do_not_affect_the_state() -> None:
 
 
 @pytest.mark.parametrize(("ago", "answers"), [(-20, True), (20, True), (60, False)])
-def test_the_reason_names_the_node_of_a_head_that_is_being_deleted(ago: float, answers: bool) -> None:
+def test_a_head_pod_that_is_being_deleted_is_reported_with_its_node(ago: float, answers: bool) -> None:
     ending = head()
     ending["metadata"]["deletionTimestamp"] = timestamp(NOW - ago)
     last = status(RunState.RUNNING, age=100)

@@ -179,7 +179,7 @@ def test_the_driver_and_rank_0_write_separate_objects(run: Run) -> None:
     assert {entry.key.rpartition("/")[2] for entry in list_statuses(run)} == names
 
 
-def test_a_driver_without_workers_writes_the_attempt_it_claimed(run: Run) -> None:
+def test_the_driver_of_a_search_writes_its_status_once_it_has_claimed_an_attempt(run: Run) -> None:
     """A search's driver writes its own progress. Its attempt is 0, because another start trained when it began."""
     write_status(run, OLD)
     driver = DriverStatusWriter(run, replace(NEW, attempt=0))
@@ -210,7 +210,7 @@ def test_a_status_written_by_an_older_version_is_read(run: Run) -> None:
     assert read_status(run).driver == OLD.driver, "the next driver's status counts"
 
 
-def test_the_status_of_a_second_driver_is_used_until_it_is_withdrawn(run: Run) -> None:
+def test_the_status_of_a_second_driver_is_used_until_that_status_is_withdrawn(run: Run) -> None:
     write_status(run, OLD)
     second = replace(OLD, state=RunState.STARTING, driver="cccccccc")
     write_status(run, second)
@@ -275,7 +275,7 @@ def test_only_objects_in_the_status_folder_are_read_as_statuses() -> None:
     assert newest_status([Entry(key, 1, 0.0, "") for key in keys]) is None
 
 
-def test_the_status_of_the_driver_wins_if_both_writes_have_the_same_time() -> None:
+def test_the_status_of_the_driver_is_preferred_to_a_status_of_rank_0_with_the_same_time() -> None:
     """Buckets report modification times in whole seconds."""
     listed = [entry_of(f"0001-{A}-workers"), entry_of(f"0001-{A}")]
     assert [newest_status(order) for order in (listed, listed[::-1])] == [listed[1], listed[1]]

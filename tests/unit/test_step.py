@@ -352,7 +352,7 @@ def test_an_evaluation_uses_the_same_buffers_as_a_checkpoint(tmp_path: Path) -> 
     assert in_processes(tmp_path, 2, act) == [(0.0, {"test_loss": 0.0})] * 2
 
 
-def test_a_checkpoint_that_can_wait_is_delayed_while_another_is_committed(group: dist.ProcessGroup) -> None:
+def test_a_checkpoint_that_can_wait_is_delayed_while_another_checkpoint_is_committed(group: dist.ProcessGroup) -> None:
     for busy in (True, False):
         worker = Recorded(evaluating(group, 1, parallel="fsdp", checkpoint_every_steps=2), Command(), busy=busy)
         for step in range(1, 21):

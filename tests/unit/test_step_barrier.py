@@ -55,7 +55,7 @@ def test_a_worker_does_not_pass_an_interrupted_barrier_that_no_worker_has_passed
     assert not interrupted.wait()
 
 
-def test_a_worker_does_not_pass_a_barrier_that_completes_after_the_report() -> None:
+def test_a_worker_does_not_pass_a_barrier_that_completes_after_the_worker_reported_an_interruption() -> None:
     completed = barrier(lambda: None)
     assert completed.close(1) == 0
     completed.answer(1, 0)
@@ -70,13 +70,13 @@ def test_an_answer_about_a_previous_group_is_ignored() -> None:
     assert opened.wait()
 
 
-def test_the_barrier_fails_if_the_group_has_not_ended(set_constants: SetConstants) -> None:
+def test_an_error_in_the_barrier_is_raised_if_the_group_has_not_ended(set_constants: SetConstants) -> None:
     set_constants(step_barrier, CLOSED_WITHIN_S=0.01)
     with pytest.raises(RuntimeError, match="closed by peer"):
         barrier().wait()
 
 
-def test_a_worker_without_an_answer_does_not_pass(set_constants: SetConstants) -> None:
+def test_a_worker_that_gets_no_answer_does_not_pass_the_barrier(set_constants: SetConstants) -> None:
     set_constants(step_barrier, ANSWER_WITHIN_S=0.01)
     interrupted = barrier()
     interrupted.close(1)
@@ -146,7 +146,7 @@ def tell(told: list[tuple[str, Any]], barriers: dict[str, StepBarrier], membersh
     del told[:number]
 
 
-def test_the_driver_tells_a_waiting_member_what_another_member_has_passed() -> None:
+def test_the_driver_tells_a_waiting_member_which_barrier_another_member_has_passed() -> None:
     """Three members are connected. One has passed the barrier, one still waits, and one is lost."""
     with open_server(3) as server:
         barriers = [StepBarrier(lambda: None), StepBarrier(fail), StepBarrier(fail)]

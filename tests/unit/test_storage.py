@@ -659,7 +659,7 @@ def test_a_writer_detects_whether_the_server_verifies_parts(
 
 
 @pytest.mark.parametrize("fault", [s3.answer(403, "AccessDenied"), s3.answer(400, "InvalidRequest"), s3.reset])
-def test_a_part_rejected_for_another_reason_does_not_show_that_the_server_verifies_parts(
+def test_a_part_rejected_for_a_reason_other_than_damage_does_not_show_that_the_server_verifies_parts(
     fault: s3.Fault,
     s3_storage: S3Storage,
     s3_proxy: FaultProxy,
@@ -689,7 +689,7 @@ def test_parts_are_read_in_parallel_and_returned_in_order(s3_storage: S3Storage,
     assert len(s3_proxy.seen("GetObject")) == 6
 
 
-def test_a_reader_requests_no_bytes_beyond_the_end(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
+def test_a_reader_requests_no_bytes_beyond_the_end_of_the_object(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
     s3_storage.write("run/log", pattern(3 * CHUNK))  # ranges of one and two chunks
     with s3_storage.open("run/log") as stream:
         assert stream.read() == pattern(3 * CHUNK)
@@ -701,7 +701,9 @@ def assert_nothing_left(storage: S3Storage) -> None:
     assert storage.list("run") == []
 
 
-def test_uploads_recover_from_a_busy_server(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
+def test_uploads_succeed_although_a_busy_server_rejects_some_requests(
+    s3_storage: S3Storage, s3_proxy: FaultProxy
+) -> None:
     s3_proxy.on("CreateMultipartUpload", s3.answer(503, "SlowDown"), times=1)
     s3_proxy.on("UploadPart", s3.answer(503, "SlowDown"), times=2)
     s3_proxy.on("UploadPart", s3.reset, times=1)

@@ -86,7 +86,7 @@ def test_a_new_run_is_recorded_and_applied(cluster: FakeCluster, sunspot: Comman
     assert Owner.parse(owner(cluster)).job == name
 
 
-def test_the_record_contains_the_arguments_for_submitting_the_run_again(
+def test_the_submission_record_contains_the_arguments_for_submitting_the_run_again(
     cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SUNSPOT_LEARNING_RATE", "1e-2")
@@ -219,7 +219,7 @@ def test_an_ended_job_is_replaced(cluster: FakeCluster, sunspot: Command, state:
     assert not stop_requested(sunspot.run)
 
 
-def test_the_replacement_waits_until_the_old_pods_are_gone(
+def test_the_replacement_of_a_job_waits_until_the_old_pods_are_gone(
     cluster: FakeCluster, sunspot: Command, set_constants: SetConstants
 ) -> None:
     sunspot.submit()
@@ -460,7 +460,9 @@ def test_a_quota_used_up_by_other_runs_causes_a_warning(cluster: FakeCluster, su
     assert "would be rejected now" not in sunspot.err, "each quota is reported once"
 
 
-def test_submit_warns_if_a_quota_fits_only_part_of_an_elastic_run(cluster: FakeCluster, sunspot: Command) -> None:
+def test_submit_warns_if_a_quota_has_room_for_only_some_workers_of_an_elastic_run(
+    cluster: FakeCluster, sunspot: Command
+) -> None:
     cluster.objects.add(f"{CORE}/serviceaccounts/sunspot-autoscaler")
     put_quota(cluster, "requests.memory", "12Gi")
     assert sunspot.submit("--set", "NUM_WORKERS=2..3") == 0, sunspot.err
@@ -499,7 +501,9 @@ def test_limit_ranges_are_checked_if_pods_cannot_be_created_in_a_dry_run(
     assert "pods of group head would be rejected: a Container can have at most 4Gi of memory" in sunspot.err
 
 
-def test_a_full_rayjob_quota_error_says_that_ended_rayjobs_count(cluster: FakeCluster, sunspot: Command) -> None:
+def test_the_error_for_a_full_rayjob_quota_says_that_ended_rayjobs_count(
+    cluster: FakeCluster, sunspot: Command
+) -> None:
     full = "count/rayjobs.ray.io=9"
     said = (
         f"rayjobs is forbidden: exceeded quota: team, requested: count/rayjobs.ray.io=1, used: {full}, limited: {full}"

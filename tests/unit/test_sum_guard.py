@@ -271,7 +271,7 @@ class OwnAdam(torch.optim.Adam):
 
 
 @pytest.mark.parametrize("reason", ["not fused", "own class", "own hook", "gloo", ""])
-def test_an_optimizer_step_that_could_have_other_effects_is_not_cancelled(reason: str) -> None:
+def test_an_optimizer_step_that_could_have_side_effects_is_not_cancelled(reason: str) -> None:
     guard = make_guard(None if reason == "gloo" else CPU)
     kind = OwnAdam if reason == "own class" else torch.optim.Adam
     optimizer = kind(with_gradients(torch.nn.Parameter(torch.ones(2))), fused=reason != "not fused")
@@ -319,7 +319,7 @@ def test_the_guard_learns_of_an_abort_before_a_connection_is_closed() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_reads_the_abort_flag_only_after_the_work_queued_before_it() -> None:
+def test_a_gpu_reads_the_abort_flag_only_after_all_previously_queued_work() -> None:
     device = torch.device("cuda")
     guard = SumGuard(device)
     [parameter] = with_gradients(torch.nn.Parameter(torch.ones(2, device=device)))

@@ -198,7 +198,7 @@ def test_a_process_that_received_a_shard_does_not_offer_the_whole_state(received
     assert survivor.kept[0][2:] == (1, 2)
 
 
-def test_all_members_of_a_group_that_continues_in_place_have_a_model(received: TrainingState) -> None:
+def test_a_member_without_a_model_builds_a_model_when_its_group_continues_in_place(received: TrainingState) -> None:
     """Otherwise, a prepared process and a process that started when no group trained would wait for each other."""
     prepared, other = (on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0) for _ in range(2))
     prepared.prepare(lambda: MagicMock(place=WorkerPlace()))
@@ -267,7 +267,7 @@ def test_a_process_outlives_a_group_that_its_own_driver_has_superseded(closed: b
 
 
 @pytest.mark.parametrize(("driver", "fatal"), [("this", False), ("another", True)])
-def test_a_superseded_worker_ends_the_run_only_if_another_driver_owns_it(
+def test_a_superseded_worker_ends_the_run_only_if_another_driver_owns_the_run(
     driver: str, fatal: bool, tmp_path: Path
 ) -> None:
     run, control = open_run(str(tmp_path), "run"), LocalControl()

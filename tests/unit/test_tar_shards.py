@@ -84,7 +84,7 @@ def test_shards_give_the_same_rows_in_the_same_order_as_parquet(tmp_path: Path) 
         assert streamed(mine, step, workers) == streamed(theirs, step, workers)
 
 
-def test_large_samples_are_in_small_row_groups(tmp_path: Path) -> None:
+def test_row_groups_of_large_samples_contain_few_rows(tmp_path: Path) -> None:
     members = [(f"{row:03}.bin", bytes(40_000)) for row in range(150)]
     source = open_columns(put_samples(tmp_path, *members), bin=Column("int64", (1,), decode=length))
     assert source.row_groups == (103, 47)

@@ -285,7 +285,7 @@ class LikeHuggingFace:
         return [{"x": torch.tensor([number, 0.5]), "label": number % 2} for number in numbers]
 
 
-def test_hugging_face_rows_are_fetched_together_with_class_names(opened: Opener) -> None:
+def test_hugging_face_rows_are_fetched_in_batches_and_have_class_names(opened: Opener) -> None:
     train, test = opened({"train": LikeHuggingFace(), "test": LikeHuggingFace()})
     assert test
     assert train.class_names == test.class_names == ("no", "yes")

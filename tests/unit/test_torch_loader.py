@@ -65,7 +65,7 @@ def test_the_row_ids_of_a_batch_on_a_device_stay_in_main_memory(monkeypatch: pyt
         assert torch.equal(loader.ids, batch["row"])
 
 
-def test_a_thread_prepares_the_next_batch_while_the_caller_uses_the_previous_one() -> None:
+def test_a_thread_prepares_the_next_batch_while_the_caller_uses_the_previous_batch() -> None:
     threads = []
     second = threading.Event()
 
@@ -98,7 +98,7 @@ def test_the_prefetching_thread_ends_after_the_last_batch_or_when_its_caller_sto
     assert set(threading.enumerate()) == threads
 
 
-def test_rows_are_only_kept_on_a_gpu_with_enough_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_kept_only_on_a_gpu_with_enough_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (1000, 2000))
     assert [fits_on(torch.device("cuda", 0), size) for size in (200, 201)] == [True, False]
     assert not fits_on(torch.device("cpu"), 1)

@@ -333,7 +333,7 @@ def make_worker(left_s: float | None, group: Any, reporter: Any, outputs: contex
     return Worker(learner, begun, MagicMock(), commands, watchdog, MagicMock(), reporter, outputs)
 
 
-def test_the_last_lines_and_metrics_are_stored_before_a_restart(
+def test_the_last_output_lines_and_metrics_are_stored_before_a_restart(
     config: WorkerConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
 ) -> None:
     """Ray kills all workers as soon as one of them has ended."""

@@ -88,7 +88,7 @@ def test_a_tree_task_learns(library: str) -> None:
     assert sum(trees.importance().get(number, 0) for number in range(4)) > 0.6 * sum(trees.importance().values())
 
 
-def test_the_state_is_the_model_file_of_the_library(library: str) -> None:
+def test_the_state_of_a_tree_model_can_be_loaded_by_its_library(library: str) -> None:
     rows, trees = make_rows(), build(library)
     trees.begin(rows, 1)
     trees.boost()
@@ -158,7 +158,7 @@ def test_the_columns_argument_of_a_tree_task_must_be_a_list_of_names(columns: An
     ],
     ids=lambda value: json.dumps(value.task_args) if isinstance(value, Settings) else "",
 )
-def test_invalid_options_of_a_tree_library_raise_a_single_error(settings: Settings, said: str) -> None:
+def test_invalid_options_of_a_tree_library_raise_settings_error(settings: Settings, said: str) -> None:
     for name in KINDS:
         pytest.importorskip(name, reason="the extra `trees` is not installed")
     with pytest.raises(SettingsError, match=re.escape(said)):
@@ -166,7 +166,7 @@ def test_invalid_options_of_a_tree_library_raise_a_single_error(settings: Settin
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_the_error_for_a_missing_tree_library_names_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_missing_tree_library_names_the_library(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(SettingsError, match=rf"{name} is not installed; add EXTRAS=trees to"):
         build(name)

@@ -195,7 +195,7 @@ def test_the_page_of_a_trial_links_to_its_search(tmp_path: Path) -> None:
     assert 'A trial of <a href="/run/sweep">sweep</a>' in pages["sweep-01"]
 
 
-def test_the_comparison_shows_several_runs(tmp_path: Path) -> None:
+def test_the_comparison_page_shows_several_runs(tmp_path: Path) -> None:
     storage = LocalStorage(str(tmp_path))
     trained(Run(storage, "one"))
     other = start(begin(Run(storage, "two")), "job", at=BEGUN, **attempt_metadata(learning_rate=0.5))
@@ -213,7 +213,7 @@ def test_the_comparison_shows_several_runs(tmp_path: Path) -> None:
     assert "Select two to six runs" in alone
 
 
-def test_a_copied_checkpoint_is_not_read_or_shown_as_verified(tmp_path: Path) -> None:
+def test_a_copied_checkpoint_is_neither_read_nor_shown_as_verified(tmp_path: Path) -> None:
     run = trained(Run(Counting(str(tmp_path)), "digits"))
     weights = [path for path in tmp_path.rglob("model.pt")]
     for path in weights:
@@ -327,7 +327,7 @@ def test_text_from_a_run_is_escaped(tmp_path: Path) -> None:
         assert page.count("<script") == 1
 
 
-def test_writes_and_unknown_pages_and_invalid_addresses_are_rejected(tmp_path: Path, sunspot: Command) -> None:
+def test_write_requests_and_unknown_pages_and_invalid_addresses_are_rejected(tmp_path: Path, sunspot: Command) -> None:
     with served(ended(LocalStorage(str(tmp_path)), "digits").storage) as url:
         assert fetch(f"{url}elsewhere")[0] == 404
         with pytest.raises(urllib.error.HTTPError, match="501"):

@@ -160,7 +160,7 @@ def test_each_reason_is_reported_once() -> None:
     assert finding.evidence.startswith("no node has what 3 pods (w-1, w-2, w-3) select (gpu=l4): 2 nodes not labeled")
 
 
-def test_scheduling_findings_stay_in_order_when_all_findings_are_sorted() -> None:
+def test_scheduling_findings_keep_their_order_when_they_are_sorted_with_other_findings() -> None:
     found = explain({message(UNNAMED, LABELS): ["w-1"]}, nodeSelector=L4)
     quota = Finding(Diagnosis.QUOTA, Severity.ERROR, "x", "y")
     late = Finding(Diagnosis.CONTAINER, Severity.ERROR, "x", "y")

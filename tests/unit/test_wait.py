@@ -378,7 +378,7 @@ def uids(cluster: FakeCluster) -> list[str]:
     return found
 
 
-def test_a_run_whose_head_was_given_up_is_restarted_as_the_same_job(
+def test_a_run_whose_head_stopped_answering_is_restarted_as_the_same_job(
     cluster: FakeCluster, run: Run, sunspot: Command, uids: list[str], when: Callable[..., None]
 ) -> None:
     cluster.put_job(submitted(rayjob(JOB)))
@@ -428,7 +428,7 @@ def test_the_number_of_head_restarts_without_a_new_checkpoint_is_limited(
 
 
 @pytest.mark.parametrize("why", ["not submitted from here", "asked to stop", "other end"])
-def test_a_run_that_ends_for_a_different_reason_is_not_restarted(
+def test_a_run_is_not_restarted_if_it_was_stopped_or_exceeded_its_deadline_or_was_not_submitted_by_sunspot(
     cluster: FakeCluster, run: Run, sunspot: Command, uids: list[str], why: str
 ) -> None:
     cluster.put_job(rayjob(JOB) if why == "not submitted from here" else submitted(rayjob(JOB)))

@@ -73,7 +73,7 @@ def test_only_groups_with_the_spot_key_run_on_spot_nodes(tmp_path: Path) -> None
     assert SPOT["key"] not in [toleration["key"] for toleration in second["tolerations"]]
 
 
-def test_each_worker_group_has_a_ray_resource_named_after_it(tmp_path: Path) -> None:
+def test_each_worker_group_has_a_ray_resource_named_after_the_group(tmp_path: Path) -> None:
     """The driver uses the resource to request and recognize the group's nodes. No group must be ready at the start."""
     job = rendered(tmp_path, SPOT_FIRST)
     first, second = groups_of(job)
