@@ -308,7 +308,7 @@ def test_a_commit_is_dropped_at_once_if_the_weights_change_during_the_copy(
 
 
 class WithTeacher(torch.nn.Module):
-    """A student and a teacher. The forward pass moves the teacher towards the student."""
+    """A student and a teacher. The forward pass moves the teacher toward the student."""
 
     def __init__(self, frozen: bool = False, clamped: bool = False) -> None:
         super().__init__()

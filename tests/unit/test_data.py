@@ -519,7 +519,7 @@ def test_the_error_for_a_failed_download_includes_the_fix(tmp_path, monkeypatch)
         raise socket.gaierror("no name service here")
 
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    importlib.import_module("torchvision.datasets")  # so that the import does not count towards the time limit
+    importlib.import_module("torchvision.datasets")  # so that the import does not count toward the time limit
     began = time.monotonic()
     with refusal(DataError, "MNIST/raw", "train-images-idx3-ubyte", "cannot download", "DATASET=sample"):
         open_mnist(str(tmp_path))

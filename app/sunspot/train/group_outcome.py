@@ -15,7 +15,7 @@ from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.run.incidents import Cause
 
 DRIVER_TRIES = 3
-"""Maximum number of times that a trainer is started if Ray's controller fails. These starts do not count towards
+"""Maximum number of times that a trainer is started if Ray's controller fails. These starts do not count toward
 MAX_FAILURES, because no worker has failed."""
 
 

@@ -88,7 +88,7 @@ def _first_failure(case: Case, failures: list[Failure], severity: Severity) -> F
     if "OutOfMemory" in first.type or "out of memory" in first.message:
         advice = "lower SUNSPOT_MICRO_BATCH_SIZE, which does not change the result, or give the workers more memory"
     elif severity is not Severity.ERROR:
-        advice = f"its workers were restarted; {fix}, because each failure counts towards SUNSPOT_MAX_FAILURES"
+        advice = f"its workers were restarted; {fix}, because each failure counts toward SUNSPOT_MAX_FAILURES"
     details = {
         "type": first.type,
         "message": first.message,
