@@ -46,7 +46,7 @@ VERBS = {
     "audit": "prove which rows each epoch consumed, and verify checkpoints and receipts; the exit code is 7 on failure",
     "chaos": "inject faults into a live run, then audit it",
     "doctor": "explain why a run is pending, slow, stuck or failed, and what to do",
-    "profile": "record a few steps of a live run with torch.profiler, and show which operations took the time",
+    "profile": "record a few steps of a live run with torch.profiler, and show where the traces are and what they cost",
     "dashboard": "forward a run's Ray dashboard to a port of this machine",
     "delete": "show everything that belongs to a run, ask for confirmation, and delete it",
     "completion": "print a shell script that completes subcommands, options and runs",

@@ -57,10 +57,6 @@ MAX_TRIALS = 500
 MAX_PAGE_BYTES = 4 << 20
 """Largest total size of a page's sections in bytes. Reports of large runs have up to 2 MB, half of it images."""
 
-MAX_TRACE_BYTES = 256 << 20
-"""Largest trace to summarize, in bytes before compression. Three steps of ResNet-18 have 3 MB, and
-three of a model with 3,000 modules have 120 MB."""
-
 MAX_LISTED = 50
 """Largest number of lines to show from a list of faults."""
 

@@ -1,4 +1,4 @@
-"""`sunspot profile`: makes ranks of a live run record a few steps, and shows which operations took most of the time."""
+"""`sunspot profile`: makes ranks of a live run record a few steps, and shows where the traces are."""
 
 import argparse
 import time
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from sunspot.errors import ConflictError, DamageError, GaveUpError, NotFoundError, SettingsError
-from sunspot.formatting import brief, plural
+from sunspot.errors import ConflictError, GaveUpError, NotFoundError, SettingsError
+from sunspot.formatting import plural
 from sunspot.run import Run
 from sunspot.run.profiles import (
     MAX_STEPS,
@@ -22,15 +22,11 @@ from sunspot.run.profiles import (
 from sunspot.run.seen import look
 from sunspot.run.status import RunState, Status
 from sunspot.submitter.commands.arguments import add_run, count, seconds
-from sunspot.submitter.printing import print_json, print_table, print_text, warn
+from sunspot.submitter.printing import print_json, print_text, warn
 from sunspot.submitter.runs import find_run
-from sunspot.submitter.trace_summary import CPU, GPU, read_summary
 
 POLL_S = 1.0
 """Seconds between two checks for the traces."""
-
-SHOWN = 5
-"""Number of operations to show for each device."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Ask for a profile, wait until the chosen ranks have written their traces, and summarize them."""
+    """Ask for a profile, wait until the chosen ranks have written their traces, and show them."""
     run = find_run(args.run, args.storage)
     status = _require_training(run)
     if args.ranks[-1] >= status.world_size:
@@ -115,36 +111,21 @@ def _await_profiles(run: Run, request: ProfileRequest, until: float) -> list[Ran
 
 
 def _describe(run: Run, request: ProfileRequest, profile: RankProfile) -> dict[str, Any]:
-    """Return the location of a rank's trace, the time that the profile cost, and the longest operations."""
-    key = trace_key(run, request, profile.rank)
-    try:
-        operations = read_summary(run.storage, key)
-    except DamageError as error:
-        warn(str(error))
-        operations = []
-    longest = [each for device in (CPU, GPU) for each in [one for one in operations if one.device == device][:SHOWN]]
+    """Return the location of a rank's trace, and the time that the profile cost."""
     cost_s = max(0.0, profile.recorded_s - profile.usual_s) + profile.overhead_s
-    found = {"cost_s": cost_s, "trace": run.storage.locate(key), "operations": [each._asdict() for each in longest]}
+    found = {"cost_s": cost_s, "trace": run.storage.locate(trace_key(run, request, profile.rank))}
     return {name: value for name, value in asdict(profile).items() if name != "error"} | found
 
 
 def _print(request: ProfileRequest, records: list[dict[str, Any]]) -> None:
-    rows = []
     for record in records:
-        rank, first = record["rank"], record["first_step"]
-        recorded_s = record["recorded_s"]
-        print_text(f"rank {rank}, steps {first} to {first + request.steps - 1}: {record['trace']}")
+        first = record["first_step"]
+        print_text(f"rank {record['rank']}, steps {first} to {first + request.steps - 1}: {record['trace']}")
         print_text(
-            f"  {recorded_s:.3g} s with the profiler, and {record['usual_s']:.3g} s for as many steps before it; "
-            f"the profile cost {record['cost_s']:.3g} s in total"
+            f"  {record['recorded_s']:.3g} s with the profiler, and {record['usual_s']:.3g} s for as many steps before "
+            f"it; the profile cost {record['cost_s']:.3g} s in total"
         )
-        for each in record["operations"]:
-            share = each["seconds"] / (recorded_s or 1)
-            rows.append(
-                [rank, each["device"], brief(each["operation"]), each["calls"], each["seconds"], f"{share:.0%}"]
-            )
-    print_table(["rank", "device", "operation", "calls", "seconds", "of the steps"], rows)
-    print_text("open a trace in https://ui.perfetto.dev, which does not upload it, or in chrome://tracing")
+    print_text("open a trace in https://ui.perfetto.dev, which does not upload it")
 
 
 def _ranks(text: str) -> tuple[int, ...]:
