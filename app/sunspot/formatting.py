@@ -59,7 +59,10 @@ def as_time(moment: float) -> str:
 
 
 def as_bytes(size: float, units: Sequence[str] = ("KB", "MB", "GB")) -> str:
-    """Return a human-readable amount of data, in bytes or in the largest suitable unit of the decimal `units`."""
+    """Format `size`, a number of bytes, for people.
+
+    The result is in bytes if `size` is below 1000, or else in the largest of the decimal `units` that suits it.
+    """
     if size < 1000:
         return f"{size:.0f} bytes"
     number, power = size / 1000, 0
@@ -69,7 +72,7 @@ def as_bytes(size: float, units: Sequence[str] = ("KB", "MB", "GB")) -> str:
 
 
 def money(sum_: float) -> str:
-    """Return a human-readable sum of money, with two decimals, or three significant digits if it is below 1."""
+    """Return a human-readable amount of money, with two decimals, or three significant digits if it is below 1."""
     return f"{sum_:,.2f}" if abs(sum_) >= 1 else f"{sum_:.3g}"
 
 

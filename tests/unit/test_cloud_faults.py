@@ -142,7 +142,7 @@ def test_creating_an_object_succeeds_even_if_the_response_was_lost(cloud: Cloud)
 @pytest.mark.parametrize("kind", ["is_part", "is_completion"])
 def test_a_failed_upload_leaves_no_object(cloud: Cloud, kind: str) -> None:
     cloud.proxy.on(getattr(cloud, kind), s3.answer(403, "Forbidden"), times=1)
-    with pytest.raises(StorageError, match=r"://.*/runs/run/model\.pt: cannot upload: "):
+    with pytest.raises(StorageError, match=r"cannot upload .*://.*/runs/run/model\.pt: "):
         write(cloud.storage, pattern(3 * cloud.part))
     assert_nothing_left(cloud.storage)
 
@@ -166,7 +166,7 @@ def test_an_interrupted_read_continues(cloud: Cloud, how: str) -> None:
 def test_a_read_without_a_response_fails(cloud: Cloud) -> None:
     write(cloud.storage, pattern(MIB))
     cloud.proxy.on(cloud.is_download, s3.stall)
-    with pytest.raises(StorageError, match=r"/runs/run/model\.pt: cannot read: "):
+    with pytest.raises(StorageError, match=r"cannot read .*/runs/run/model\.pt: "):
         cloud.storage.read("run/model.pt")
 
 
@@ -176,7 +176,7 @@ def test_reads_never_mix_versions_of_an_object(cloud: Cloud) -> None:
     with cloud.storage.open("run/model.pt") as stream:
         first = stream.read(10)
         write(cloud.storage, new)
-        with pytest.raises(StorageError, match="replaced while it was read; try again"):
+        with pytest.raises(StorageError, match="replaced while it was being read; try again"):
             first += stream.read()
     assert set(first) == {0}
 
@@ -193,7 +193,7 @@ def test_a_missing_bucket_is_not_reported_as_a_missing_object(cloud: Cloud) -> N
 
 def test_the_error_for_an_unreachable_service_says_what_to_check(cloud: Cloud) -> None:
     cloud.proxy.end()
-    with pytest.raises(StorageError, match=r"cannot write: .*; check ") as raised:
+    with pytest.raises(StorageError, match=r"cannot write .*; check ") as raised:
         cloud.storage.write("run/a", b"")
     assert not raised.value.final, "it may be back when another cluster tries"
 

@@ -145,7 +145,7 @@ def test_a_delivery_ends_if_another_driver_claims_the_run_between_two_requests(
     assert service.steps == [5, 10]
 
 
-def test_a_driver_does_not_wait_forever_for_the_delivery_of_a_lost_driver(
+def test_a_driver_does_not_wait_forever_for_a_lost_driver_to_finish_its_delivery(
     run: Run, first: Attempt, service: type[MemoryService], set_constants: SetConstants
 ) -> None:
     old, new = deliveries(run)
@@ -163,7 +163,7 @@ def test_a_driver_does_not_wait_forever_for_the_delivery_of_a_lost_driver(
     assert (read_delivered(run, "mlflow").step, read_delivered(run, "mlflow").driver) == (15, "")
 
 
-def test_delivering_by_hand_completes_the_delivery_of_a_lost_driver(
+def test_delivering_by_hand_completes_the_delivery_that_a_lost_driver_began(
     run: Run, first: Attempt, service: type[MemoryService]
 ) -> None:
     old, _ = deliveries(run)

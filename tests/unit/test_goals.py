@@ -263,7 +263,7 @@ def test_submit_says_that_the_run_will_stop_once_its_budget_is_spent(
     words = ("submit", "--run", "run", "--profile", profile, "--set", "BUDGET=40")
 
     assert sunspot(*words) == 0, sunspot.err
-    warning = "SUNSPOT_BUDGET=40: once the run's nodes have cost that much, the run saves a checkpoint and stops"
+    warning = "SUNSPOT_BUDGET=40: once the run's nodes have cost this amount, the run saves a checkpoint and stops"
     assert warning in sunspot.err
     assert len(cluster.jobs) == 1
 

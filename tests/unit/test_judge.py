@@ -695,7 +695,7 @@ def test_a_restart_error_is_recognized_by_its_class_and_is_not_a_failure(control
     assert not control.told
     with pytest.raises(ControllerError) as raised:
         callback.after_exception(None, {1: ValueError(str(GroupRestartError()))})
-    assert control.channel.begin_group(worker_group(1)).loss == "rank 1: the worker group ends for a restart"
+    assert control.channel.begin_group(worker_group(1)).loss == "rank 1: the worker group is ending for a restart"
     policy = DefaultFailurePolicy(ALWAYS_CONTINUE)
     assert policy.make_decision(raised.value) is FailureDecision.RAISE
     ended = pickle.loads(pickle.dumps(raised.value))

@@ -780,7 +780,7 @@ def test_a_file_that_changes_while_ranks_read_it_is_rejected(tmp_path: Path) -> 
     chosen = choose_init(settings)
     assert load_init(settings, chosen)["weight"].item() == 1
     torch.save({"weight": torch.zeros(1)}, file)
-    with pytest.raises(ConflictError, match=r"weights\.pt was replaced while it was read"):
+    with pytest.raises(ConflictError, match=r"weights\.pt was replaced while it was being read"):
         load_init(settings, chosen)
 
 

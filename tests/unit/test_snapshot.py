@@ -547,7 +547,7 @@ def test_a_copy_is_dropped_if_a_weight_changes_while_it_is_copied(
     assert found.snapshot.step == 3
     assert_same(in_buffer(found.sidecar.structure, as_bytes(found.data)), expected)
     [lost, regained] = trainee.warnings
-    assert "the copy at step 2 is not kept in shared memory: weights changed while they were copied" in lost
+    assert "the copy at step 2 is not kept in shared memory: weights changed while they were being copied" in lost
     assert regained == "copying to shared memory has resumed at step 3"
 
 

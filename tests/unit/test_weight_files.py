@@ -199,10 +199,10 @@ def test_files_that_change_while_workers_read_them_are_rejected(tmp_path: Path) 
     found = find_init_files(settings)
     assert found
     save_one_file(Tied(), tmp_path)
-    with pytest.raises(ConflictError, match=r"model\.safetensors was replaced while it was read"):
+    with pytest.raises(ConflictError, match=r"model\.safetensors was replaced while it was being read"):
         load_init_files(settings, found, Tied())
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ConflictError, match=r"model\.safetensors was replaced while it was read"):
+    with pytest.raises(ConflictError, match=r"model\.safetensors was replaced while it was being read"):
         load_init_files(settings, found, Tied())
 
 

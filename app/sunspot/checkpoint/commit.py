@@ -158,7 +158,7 @@ class CheckpointCommitter:
         self._committing: Snapshot | None = None
         self._closing = False
         self._dropped = False
-        "True if a tensor changed while it was copied to the last snapshot that was due for a commit."
+        "True if a tensor changed while it was being copied to the last snapshot that was due for a commit."
         self._error: Exception | None = None
         self._changed = threading.Condition()
         self._outage = RetryWindow()
@@ -406,11 +406,12 @@ class CheckpointCommitter:
             self._ledger.write(self._run)
 
     def _drops(self, snapshot: Snapshot) -> bool:
-        """Return True, and record an event, if a tensor changed while it was copied to the snapshot."""
+        """Return True, and record an event, if a tensor changed while it was being copied to the snapshot."""
         self._dropped = snapshot.torn
         if self._dropped:
             detail = (
-                "weights changed while they were copied, but not by the optimizer; from now on they are copied at once"
+                "weights changed while they were being copied, but not by the optimizer; from now on they are "
+                "copied at once"
             )
             self._record("checkpoint dropped", snapshot.manifest.step, detail)
         return self._dropped

@@ -48,7 +48,7 @@ RETRY_S = 60.0
 FALLBACK = "if a worker is lost, the run continues from the newest existing copy, or from storage"
 
 Changed = Callable[[], Collection[int]]
-"""A function that returns the tensors known to have changed while they were copied."""
+"""A function that returns the tensors known to have changed while they were being copied."""
 
 
 class Use(Enum):
@@ -123,7 +123,7 @@ class Slot:
             parts=parts,
         )
         if changed():
-            return None, "weights changed while they were copied, but not by the optimizer"
+            return None, "weights changed while they were being copied, but not by the optimizer"
         try:
             self._write_marker(snapshot, sidecar)
         except OSError as error:

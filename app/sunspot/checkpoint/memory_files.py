@@ -3,10 +3,10 @@
 The files outlive the process that wrote them. Each process of a run locks its own directory until it exits. The next
 process on the node takes over an unlocked directory, together with the previous process's files. A directory contains:
 
-    slot-0.data      the tensors of a copy, one after the other (peer-0.data contains a part from another node,
-                     part_exchange.py)
+    slot-0.data      the tensors of a copy, one after the other
+    peer-0.data      a part from another node (see part_exchange.py)
     slot-0.sidecar   the rest of the state (`Sidecar`)
-    slot-0.json      the marker, which is written last (a copy only counts if the marker's checksums match)
+    slot-0.json      the marker, written last; a copy counts only if the marker's checksums match
     heartbeat        the last step that the process has taken
 """
 

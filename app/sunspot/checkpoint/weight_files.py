@@ -70,7 +70,7 @@ class WeightFiles(NamedTuple):
         for file, version in self.versions.items():
             if [entry.version for entry in storage.list(file) if entry.key == file] != [version]:
                 raise ConflictError(
-                    f"{storage.locate(file)} was replaced while it was read; use files that nobody writes to"
+                    f"{storage.locate(file)} was replaced while it was being read; use files that nobody writes to"
                 )
 
     def rename(self, names: Mapping[str, str]) -> WeightFiles:

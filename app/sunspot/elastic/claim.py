@@ -116,7 +116,7 @@ class PastRecords:
     other: Status | None = None
     "The previous job's status at the time of the claim."
     last_step: int = 0
-    "The last step that storage proves to have been taken by the attempt of the newest receipt or a later attempt."
+    "The last step that, according to storage, the attempt of the newest receipt or a later attempt has taken."
 
     @property
     def since(self) -> int:

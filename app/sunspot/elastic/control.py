@@ -109,7 +109,7 @@ class ControlChannel:
         self._errors = [*others, error]
 
     def add_hang(self, hang: Hang, late: bool) -> None:
-        """Record that a group ends because one of its ranks hung. `late` is True if another group has already begun."""
+        """Record that a group is ending because a rank hung. `late` is True if another group has already begun."""
         self._hangs.insert(0 if late else len(self._hangs), hang)
         self._judged += late
         cause = Cause.NO_ROWS if waited_for_rows(self._hangs, hang.world_size) else Cause.HUNG
@@ -214,7 +214,7 @@ class ControlChannel:
         self._group = None
 
     def add_incident_facts(self, facts: Incident) -> None:
-        """Add facts about why the group ends."""
+        """Merge `facts` into what is known about why the group is ending."""
         self._incidents.observe(facts)
 
     def add_left_out(self, lines: list[str]) -> None:

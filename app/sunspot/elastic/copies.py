@@ -10,7 +10,7 @@ from sunspot.run.attempts import Attempt, attempt_of, attempts_with_start, linea
 from sunspot.run.checkpoints import leads_to_newest
 
 RESTORES = 2
-"""Number of groups in a row that can fail to take a step from an in-memory copy. After that, the copy is skipped."""
+"""Number of consecutive groups without a step that can start from an in-memory copy before this copy is skipped."""
 
 
 class LiveState(NamedTuple):

@@ -19,7 +19,7 @@ class GroupChoice:
         self._groups, self._workers = groups, workers
         self._asked: dict[str, int] = {}
         self._agreed: dict[str, float] = {}
-        "Last time at which the number of workers requested from each group was the number needed."
+        "Last time at which exactly as many workers as needed were requested from each group."
 
     def choose(self, room: Mapping[str, int], now: float) -> dict[str, int]:
         """Return how many workers to request from each group, keyed by its name.

@@ -148,12 +148,12 @@ class Membership:
         self._barriers: dict[str, int] = {}
         "Number of barriers that members of the closed generation have passed, keyed by uid."
         self._answered = False
-        "True once the members of the closed generation were told how many barriers to pass."
+        "True once the members of the closed generation have been told how many barriers to pass."
         self._settled_at = 0.0
         self._first_request = math.inf
         "Time of the first request to join a group that has no previous member."
         self.ended = False
-        "True once a member has reported that the whole group ends. No other group follows, and members can leave."
+        "True once a member has reported that the whole group is ending. No other group follows, and members can leave."
         self._changed = True
         "True if anything has changed since `decide` was last called."
 
@@ -205,7 +205,7 @@ class Membership:
             self._changed = True
 
     def end(self, uid: str) -> None:
-        """Record that the whole group ends, because training is done or restarts."""
+        """Record that the whole group is ending, because training is done or restarts."""
         self.ended = self.ended or self._is_member(uid)
         self._changed = True
 
@@ -294,7 +294,10 @@ class Membership:
         self._settled_at = now + SETTLE_S
 
     def _wanted(self) -> set[str]:
-        """Return the uids that the next generation would have if it formed now and all states were equally new."""
+        """Return the uids of the members that the next generation would have if it formed now.
+
+        This assumes that the states of all candidates are equally new.
+        """
         return {member.uid for member in self._choose(self._requests.keys() | self.generation.ranks.keys())}
 
     def _ask_for_change(self) -> list[tuple[str, Message]]:

@@ -63,7 +63,7 @@ from sunspot.run.incidents import Cause
 log = logging.getLogger(__name__)
 
 END = "end"
-"""Message that tells the membership server that the group ends as a whole."""
+"""Message that tells the membership server that the whole group is ending."""
 
 ASK_LIVING = "living"
 """First message on a connection that requests the list of live processes."""
@@ -474,7 +474,7 @@ class MembershipClient:
         self._send(HeartbeatLimit(limit_s))
 
     def end(self) -> None:
-        """Report that the whole group ends, so that no other group follows."""
+        """Report that the whole group is ending, so that no other group follows."""
         self._send(END)
 
     def close(self) -> None:

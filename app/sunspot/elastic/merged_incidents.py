@@ -55,12 +55,12 @@ class Incidents:
     def __init__(self) -> None:
         self._ending = Incident()
         self._began = Incident()
-        "Empty once the current group has taken a step."
+        "The incident that started the current group, or an empty incident once the group has taken a step."
         self._notes: list[Note] = []
         "Notes for the run's events since the newest group began."
 
     def observe(self, facts: Incident) -> None:
-        """Record facts about why the current group ends."""
+        """Merge `facts` into what is known about why the current group is ending."""
         self._ending = merge(self._ending, facts)
 
     def explain_loss(self, detail: str) -> None:
@@ -99,5 +99,5 @@ class Incidents:
         return began
 
     def current(self) -> Incident:
-        """Return the known reason why the current group ends."""
+        """Return what is known so far about why the current group is ending."""
         return replace(self._ending, notes=(*self._ending.notes, *self._notes))

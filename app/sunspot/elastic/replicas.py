@@ -17,7 +17,7 @@ def arrange(
 
     The member with rank r gets shard r % degree of replica r // degree. `shards` contains the shard that each member
     held last. Some members must keep this shard, because they hold its state. `bound` maps these members to the steps
-    of their states. The other members can take any shard, but must build their model again if the shard is a new one.
+    of their states. The other members can take any shard, but must build their model again if they get a new shard.
 
     After a loss, the steps can differ by one. If the bound members hold all shards of a step, one replica gets all
     shards of the newest such step, and can send them to the others.

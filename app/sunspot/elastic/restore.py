@@ -36,7 +36,8 @@ from sunspot.storage import Storage, open_storage
 from sunspot.storage.limits import retry_storage
 
 SEND_LIMIT_S = 120
-"""Maximum number of seconds per tensor of a transfer, on average. If either side is lost, the transfer ends sooner."""
+"""Maximum number of seconds that a transfer may take per tensor, on average. If either side is lost, the transfer ends
+sooner."""
 
 
 @dataclass(frozen=True)
@@ -268,7 +269,7 @@ def read_init(settings: Settings, group: dist.ProcessGroup | None) -> Any:
     """Return the state_dict of INIT_FROM, which is a file or the newest intact checkpoint of a run.
 
     Rank 0 chooses the source. All workers call this together and get the same state_dict. Raises `SettingsError` if
-    INIT_FROM cannot be used, and `ConflictError` if its source was replaced while it was read.
+    INIT_FROM cannot be used, and `ConflictError` if its source was replaced while it was being read.
     """
     limit_s, what = settings.storage_timeout_s, f"reading SUNSPOT_INIT_FROM={settings.init_from}"
     chosen = broadcast_from_rank0(group, lambda: retry_storage(limit_s, what, choose_init, settings))
@@ -323,7 +324,7 @@ def load_init(settings: Settings, chosen: tuple[Checkpoint, ShardedContents | No
 
 
 def _replaced(wanted: str) -> str:
-    return f"SUNSPOT_INIT_FROM={wanted} was replaced while it was read; use a source that nobody writes to"
+    return f"SUNSPOT_INIT_FROM={wanted} was replaced while it was being read; use a source that nobody writes to"
 
 
 def _init_run(settings: Settings) -> Run:

@@ -24,7 +24,8 @@ MIN_WINDOWS = 5
 """Minimum number of metric windows in which the nodes are compared."""
 
 AGAIN_AFTER_S = 1800.0
-"""Seconds until the run can exclude another node. They double each time, so that a run does not shrink node by node."""
+"""Seconds until the run can exclude another node. The wait doubles each time, so that a run does not shrink node by
+node."""
 
 
 def step_times(attempt: int, record: Mapping[str, Any], ranks: Mapping[str, np.ndarray]) -> StepTimes:
@@ -120,7 +121,7 @@ class SickNodes:
     ) -> SickNode | None:
         """Return the node that the group should stop using, as chosen by `find_sick_node`.
 
-        Returns None if there is no such node, or during the pause after an earlier find. `now` is a value of
+        Returns None if there is no such node, or during the pause after a node was found. `now` is a value of
         `time.monotonic()`.
         """
         sick = find_sick_node(windows, group, size_without, least) if now >= self._not_before else None

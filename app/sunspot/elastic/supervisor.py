@@ -75,16 +75,16 @@ class Supervisor:
         self._range: WorkerRange | None = None
         "The number of workers wanted, as last passed on to the group."
         self._gave_back = False
-        "True once the group was told to have fewer workers than Ray has started."
+        "True once the group has been told to have fewer workers than Ray has started."
         self._unchanged: tuple[object, float] = (None, 0.0)
         "The newest group, the live nodes, and the time of the last change of either."
         self._sick_check = Timer()
         self._left: set[str] = set()
         "Sick nodes that the group was told to leave."
         self._stopping = False
-        "True once a signal has arrived and the user was told its effect."
+        "True once a signal has arrived and the user has been told its effect."
         self._leaving = False
-        "True once the head node is about to go and the workers were asked to save."
+        "True once the head node is about to go and the workers have been asked to save."
         self._asked: dict[str, int] = {}
         "Workers that were requested from each node group."
         self._looked = time.monotonic()

@@ -37,7 +37,7 @@ class StepBarrier:
         self._passed = 0
         "Number of barriers that this process has passed in the group."
         self._closed = False
-        "True once the end of the group was announced."
+        "True once the end of the group has been announced."
         self._answer: int | None = None
         "Number of barriers that the members of the closed group may pass, or None until the driver has answered."
 

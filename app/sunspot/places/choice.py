@@ -87,7 +87,7 @@ class Goal:
     deadline: float | None = None
     "Seconds since the epoch."
     budget: float | None = None
-    "The sum that may still be spent, in the currency of the prices."
+    "The amount that may still be spent, in the currency of the prices."
 
 
 @dataclass(frozen=True)

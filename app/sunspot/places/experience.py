@@ -40,7 +40,7 @@ class Experience:
     share: float
     "The share of the wanted nodes in the last sighting."
     average: float
-    "The exponentially weighted average of the shares until then."
+    "The exponentially weighted average of the shares in all sightings."
 
     def then(self, time: float, share: float) -> Experience:
         """Return the experience after another sighting. Ignores a sighting that is not newer than the last one."""
@@ -62,7 +62,7 @@ class Experience:
 
 
 def learn(sightings: Iterable[Sighting]) -> dict[str, Experience]:
-    """Return the experience of each place in the sightings, keyed by place."""
+    """Return the experience with each place that was sighted, keyed by place."""
     known: dict[str, Experience] = {}
     for each in sorted(sightings, key=lambda sighting: sighting.time):
         before = known.get(each.place)

@@ -50,7 +50,7 @@ class GroupRestartError(RayActorError):
     """
 
     def __init__(self) -> None:
-        super().__init__(error_msg="the worker group ends for a restart", preempted=True)
+        super().__init__(error_msg="the worker group is ending for a restart", preempted=True)
 
 
 def end_groups_at_once() -> list[Any]:
@@ -126,8 +126,8 @@ def replace_lost_alone(find_living: Callable[[], Collection[str]]) -> list[Any]:
 def end_lost(replicas: list[Any], find_living: Callable[[], Collection[str]]) -> None:
     """Shut down each replica group that has lost a worker.
 
-    A worker is lost if it is dead, or if it does not answer within ANSWER_S and `find_living` does not return it. After
-    LIVING_S without an answer, it is lost in any case.
+    A worker is lost if it is dead, or if it does not answer within ANSWER_S and `find_living` does not return its name.
+    After LIVING_S without an answer, it is lost in any case.
     """
     asked = {
         worker.actor.clear_result_queue.remote(): (worker.actor._actor_id.hex(), replica)

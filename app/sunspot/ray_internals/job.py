@@ -1,4 +1,4 @@
-"""Ends this driver's Ray job so that KubeRay does not retry it in vain.
+"""Ends this driver's Ray job so that KubeRay does not retry a job that cannot succeed.
 
 KubeRay (1.7, `checkBackoffLimitAndUpdateStatusIfNeeded`) starts a RayJob again in a new cluster if its Ray job is
 FAILED and `backoffLimit` allows it, regardless of the exit code. If the Ray job is STOPPED, KubeRay does not start the
@@ -7,8 +7,9 @@ RayJob again. KubeRay also copies the Ray job's message to the RayJob's status, 
 ray.dashboard.modules.job.common.JobInfoStorageClient   writes the status and message of a Ray job. The public
                                                         JobSubmissionClient only stops a job, without a message.
 ray._raylet.GcsClient                                   is the connection that JobInfoStorageClient needs
-RAY_JOB_CONFIG_JSON_ENV_VAR                             names a driver's Ray job. The public API names it only
-                                                        after `ray.init`, which is not reached if a setting is invalid.
+RAY_JOB_CONFIG_JSON_ENV_VAR                             contains the ID of a driver's Ray job. The public API
+                                                        provides it only after `ray.init`, which is never called if
+                                                        a setting is invalid.
 """
 
 import asyncio

@@ -126,7 +126,7 @@ class History:
         self.left_out: set[str] = set()
         "Names of the results that are not kept, because there are more than MAX_NAMES."
         self.undrawable: dict[str, tuple[int, int]] = {}
-        "Number of records with a NaN, infinite or huge value, and the first such step, keyed by name."
+        "Number of records whose value is NaN, infinite or huge, and the step of the first such record, keyed by name."
         self.newest_record: dict[str, Any] = {}
         "The newest record's step and time, or an empty dict before the first record."
         self.newest_values: dict[str, tuple[float, int]] = {}

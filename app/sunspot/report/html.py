@@ -89,7 +89,7 @@ def titled(caption: str) -> Html:
 
 
 def scrolled(name: str, content: Html) -> Html:
-    """Return a horizontally scrolling box that can be scrolled with the keyboard."""
+    """Return a box that scrolls horizontally, also with the keyboard."""
     return element("div", content, class_="scroll", tabindex="0", role="region", aria_label=name)
 
 
@@ -136,7 +136,7 @@ def duration(seconds: float) -> Number:
 
 
 def size(number: float) -> Number:
-    """Return a number of bytes in a larger unit, such as 134 MB."""
+    """Return a number of bytes in a readable unit, for example as 134 MB."""
     return Number(as_bytes(number, ("kB", "MB", "GB", "TB")), number)
 
 

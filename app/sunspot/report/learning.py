@@ -14,7 +14,7 @@ MAX_CURVES = 8
 """Largest number of metrics with curves: a loss, an accuracy, and the task's own metrics."""
 
 MAX_NUMBERS, MAX_COLUMNS = 40, 250
-"""Largest numbers of rows and of metrics in the table of numbers. `sunspot metrics` shows all."""
+"""Largest numbers of rows and of metrics in the table. `sunspot metrics` shows all."""
 
 
 def show(report: Report) -> Html:

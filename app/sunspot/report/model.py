@@ -29,7 +29,7 @@ from sunspot.run.seen import RunDetails, RunSeen
 from sunspot.run.status import load_newest_status
 
 MAX_CHECKPOINTS = 50
-"""Largest number of checkpoints to verify and show, newest first. Each takes a request."""
+"""Largest number of checkpoints to verify and show, newest first. Each checkpoint takes one request."""
 
 Part = TypeVar("Part")
 

@@ -35,7 +35,11 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def show(report: Report) -> Html:
-    """Return mistakes, the confusion matrix, correct predictions, sample rows and the results of the task's `show`."""
+    """Return the section's HTML.
+
+    The section shows wrong predictions, the confusion matrix, correct predictions, sample rows, and the results of the
+    task's `show` function.
+    """
     seen = report.seen
     found = report.predictions
     if found is None:

@@ -49,7 +49,7 @@ def read_sightings(storage: Storage, now: float) -> list[Sighting]:
 def find_sightings(
     attempts: Sequence[Attempt], submissions: Sequence[SubmissionRecord], status: Status | None, now: float
 ) -> Iterator[Sighting]:
-    """Yield a sighting for each time that a run got nodes in a place, or waited for nodes in vain.
+    """Yield a sighting for each time that a run got nodes in a place, or waited there without getting any.
 
     Attempts and submissions are oldest first. Each attempt yields a sighting with its workers. A submission that waited
     longer than NODES_WITHIN_S without an attempt yields a sighting without workers. If the run has not ended, its

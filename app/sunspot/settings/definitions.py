@@ -232,8 +232,8 @@ class Settings(BaseModel):
 
     deadline: Deadline = setting("", "a date and time with a time zone, e.g. 2026-12-01T18:00Z, or empty")
     "Time by which the run should be done. `status` and `doctor` warn early if the run will miss it."
-    budget: Budget = setting("", "a sum above 0 in the currency of the prices, e.g. 40, or empty")
-    "Maximum cost of the run. Once its nodes have cost that much, the run saves and stops. Needs the nodes' prices."
+    budget: Budget = setting("", "an amount above 0 in the currency of the prices, e.g. 40, or empty")
+    "Maximum cost of the run. Once its nodes have cost this amount, the run saves and stops. Needs the nodes' prices."
 
     trials: int = setting(8, "an integer from 1 to 10000", ge=1, le=10_000)
     "Number of runs in a search."

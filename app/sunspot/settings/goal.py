@@ -26,17 +26,17 @@ def parse_budget(text: str) -> float | None:
         return None
     budget = float(text)
     if not 0 < budget < math.inf:
-        raise ValueError("not a sum of money")
+        raise ValueError("not an amount of money")
     return budget
 
 
 def check_deadline(text: str) -> str:
-    """Return the text of a deadline, or raise `ValueError` like `parse_deadline`."""
+    """Return `text` unchanged if it is a valid deadline. Otherwise raises `ValueError`, as `parse_deadline` does."""
     parse_deadline(text)
     return text
 
 
 def check_budget(text: str) -> str:
-    """Return the text of a budget, or raise `ValueError` like `parse_budget`."""
+    """Return `text` unchanged if it is a valid budget. Otherwise raises `ValueError`, as `parse_budget` does."""
     parse_budget(text)
     return text

@@ -39,7 +39,7 @@ class AzureStorage(Bucket):
         "AuthenticationFailed": "check AZURE_STORAGE_CONNECTION_STRING or AZURE_STORAGE_KEY, and this machine's clock",
         "NoAuthenticationInformation": "set AZURE_STORAGE_KEY, or give the pod's service account an identity",
         "ClientAuthenticationError": "run az login, or give the pod's service account an identity (Workload Identity)",
-        "ConditionNotMet": "the object was replaced while it was read; try again",
+        "ConditionNotMet": "the object was replaced while it was being read; try again",
         "ServiceRequestError": "check AZURE_STORAGE_ACCOUNT or AZURE_STORAGE_CONNECTION_STRING, and that it can be "
         "reached from here",
     }

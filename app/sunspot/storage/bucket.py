@@ -176,7 +176,7 @@ class Bucket(Storage):
                 return self.read(key) == data
             time.sleep(RACE_PAUSE_S * (tries + 1))
         raise StorageError(
-            f"{self.locate(key)}: cannot create: the service rejected the request {RACE_TRIES} times, but the object "
+            f"cannot create {self.locate(key)}: the service rejected the request {RACE_TRIES} times, but the object "
             "does not exist"
         )
 
@@ -241,7 +241,7 @@ class Bucket(Storage):
             if code == self.MISSING:
                 raise NotFoundError(f"{self.locate(key)} was not found") from error
             said = "; ".join(filter(None, (self._text(error), self._fix(code))))
-            text = f"{self.locate(key)}: cannot {action}: {said}"
+            text = f"cannot {action} {self.locate(key)}: {said}"
             if code not in (*self.REFUSALS, *self.KEY_REFUSALS):
                 raise StorageError(text) from error
             refusal = RefusedStorageError(text)

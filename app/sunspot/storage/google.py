@@ -102,7 +102,7 @@ class GoogleStorage(Bucket):
             except NotFound as error:
                 if version:
                     raise StorageError(
-                        f"{self.locate(key)}: cannot read: the object was replaced while it was read; try again"
+                        f"cannot read {self.locate(key)}: the object was replaced while it was being read; try again"
                     ) from error
                 raise
             body, total = content.getvalue(), begin + content.tell()

@@ -236,5 +236,5 @@ def retry_storage(
 
 
 def pause_after(tries: int) -> float:
-    """Return the seconds to wait after an attempt, given the number of earlier attempts."""
+    """Return how many seconds to wait after an attempt that follows `tries` earlier attempts."""
     return BACKOFF_S[min(tries, len(BACKOFF_S) - 1)]

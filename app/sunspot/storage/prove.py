@@ -55,7 +55,7 @@ class Result(enum.StrEnum):
 
     OK = "ok"
     WARNING = "warning"
-    "Runs work without the feature, or it could not be checked."
+    "Runs work without the feature, or the feature could not be checked."
     FAILED = "failed"
 
 

@@ -60,7 +60,7 @@ class S3Storage(Bucket):
         "account a role",
         "PartialCredentialsError": "set both AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
         **dict.fromkeys(EXPIRED_CODES, EXPIRED_FIX),
-        "PreconditionFailed": "the object was replaced while it was read; try again",
+        "PreconditionFailed": "the object was replaced while it was being read; try again",
         "RequestTimeTooSkewed": "synchronize this machine's clock with NTP",
         "EndpointConnectionError": "check AWS_ENDPOINT_URL, and that it can be reached from here",
         "ConnectTimeoutError": "check AWS_ENDPOINT_URL, and that it can be reached from here",
@@ -105,7 +105,7 @@ class S3Storage(Bucket):
                     filled += got
             if filled != len(body):
                 raise StorageError(
-                    f"{self.locate(key)}: cannot read: the response ended after {filled} of {len(body)} bytes"
+                    f"cannot read {self.locate(key)}: the response ended after {filled} of {len(body)} bytes"
                 )
             total = int(
                 answer.get("ContentRange", "0").rpartition("/")[2]
@@ -294,7 +294,7 @@ class MultipartUpload(PartUpload):
     def _refuses_damage(self) -> bool:
         """Return True if the server rejects a part with a wrong checksum.
 
-        To find out, sends a part with a wrong checksum and with a number that the object's own parts never use.
+        To find out, this sends a part with a wrong checksum, under a number that the object's own parts never use.
         """
         try:
             self._upload_part(PROBE_PART, b"damaged", zlib.crc32(b"whole"))

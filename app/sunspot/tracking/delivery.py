@@ -40,7 +40,7 @@ TURN_AFTER_S = 30.0
 10 s, and before each request. A request takes up to 10 s."""
 
 TURN_CHECK_S = 1.0
-"""Seconds between two checks whether an earlier driver's delivery has ended."""
+"""Seconds between two checks of whether an earlier driver's delivery has ended."""
 
 NO_PARAMETERS = ("JOB_ID", "NOTICE_S", "TRACKING", "TRACKING_PROJECT")
 """Settings that are not delivered, because they concern a single start of the run or the delivery itself."""

@@ -67,7 +67,7 @@ RECOMPUTED_OPTIONS = ("lr", "initial_lr", "weight_decay", "fused")
 """Optimizer options that are not restored, because settings or the device determine them at each start."""
 
 REPEATED_BLOCKS = 4
-"""Minimum number of blocks to compile each block separately. A model with fewer blocks is compiled as a whole."""
+"""Minimum number of blocks of a model whose blocks are compiled separately. Other models are compiled as a whole."""
 
 COMPILERS = {"cpu": ("CXX", "g++", "clang++"), "cuda": ("CC", "gcc", "clang")}
 """The variable that names torch.compile's compiler, and the default compilers, keyed by device type."""

@@ -25,7 +25,7 @@ def await_device_memory(device: torch.device, node: str, control: ControlClient)
     """Wait up to DEVICE_WAIT_S seconds until the GPU has as much free memory as when the previous group started.
 
     The first group does not wait. Each group records how much memory is free after its own wait. If another program
-    keeps some memory in use, only one group waits in vain for that memory, because the later groups expect less.
+    keeps some memory in use, only one group waits for the whole time, because the later groups expect less.
     """
     gpu = f"{node} {torch.cuda.get_device_properties(device).uuid}"
     before = control.call(ControlChannel.free_memory, gpu)

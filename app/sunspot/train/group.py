@@ -69,7 +69,7 @@ WATCHDOG_GRACE_S = 60
 """Seconds added to HANG_TIMEOUT_S, so that watchdogs report a hang before a collective fails (elastic/watchdog.py)."""
 
 MEMBERS_CHECK_EVERY_S = 0.5
-"""Seconds between two checks whether a trainer still has workers."""
+"""Seconds between two checks of whether a trainer still has workers."""
 
 NO_MEMBERS_S = 20.0
 """Maximum number of seconds that a trainer may be without workers."""

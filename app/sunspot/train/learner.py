@@ -169,7 +169,7 @@ def fill_up(learner: Learner, batch: Batch) -> Batch:
 
 
 def refuse_means(learner: Learner, returned: Any, rows: int) -> tuple[torch.Tensor, Batch]:
-    """Check the value that the task's `loss` has `returned`. Return the loss and the metrics of each row.
+    """Return the loss and the metrics of each row from `returned`, the value that the task's `loss` has returned.
 
     Raises `SettingsError` if the loss or a metric is not one number per row, or if a metric's name is not allowed.
     """

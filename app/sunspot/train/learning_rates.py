@@ -246,6 +246,9 @@ def jump(scheduler: LRScheduler, step: int) -> None:
 
 
 def join_names(names: list[str]) -> str:
-    """Join the names of groups. If there are more than MAX_NAMED_GROUPS, the text is like `a, b and 3 more`."""
+    """Join the names of parameter groups.
+
+    After MAX_NAMED_GROUPS names, only the number of the others is given, as in `a, b and 3 more`.
+    """
     more = len(names) - MAX_NAMED_GROUPS
     return ", ".join(names[:MAX_NAMED_GROUPS]) + (f" and {more} more" if more > 0 else "")

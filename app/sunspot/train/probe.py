@@ -76,7 +76,10 @@ def ask_nodes(
     task = ray.remote(num_cpus=0, max_retries=1, max_calls=calls)(act)
 
     def ask(node: str) -> tuple[str, str]:
-        """Return the node's problem, and the reason why the node did not answer. Both are empty if the node is fine."""
+        """Return a pair: the problem that the node reports, and the reason why the node did not answer.
+
+        At most one of the two is non-empty. Both are empty if the node is fine.
+        """
         there: Any = task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
         try:
             return ray.get(there.remote(*nodes[node]), timeout=timeout_s), ""

@@ -16,7 +16,7 @@ ROW_STREAM = 1
 """Word that distinguishes the seeds of rows from the seeds of steps."""
 
 WORD = (1 << 64) - 1
-"""The largest integer of 64 bits."""
+"""Largest unsigned 64-bit integer."""
 
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 """2**64 divided by the golden ratio, the increment of SplitMix64."""

@@ -86,11 +86,11 @@ class Reporter:
         self._recovered = False
         "True once the group has taken a step, which closes the incident."
         self._summarized = False
-        "True once the cost of copies in memory was printed."
+        "True once the cost of copies in memory has been printed."
         self._warned = False
-        "True once the user was warned that a save takes longer than a notice."
+        "True once the user has been warned that a save takes longer than a notice."
         self._tidied = False
-        "True once the leftovers of older attempts were deleted."
+        "True once the leftovers of older attempts have been deleted."
         self._nan_windows = 0
         self._reported_nan: set[str] = set()
         "Metrics that were reported as not finite."
@@ -200,7 +200,7 @@ class Reporter:
         self._write_receipt()
 
     def _finishing(self, step: int) -> None:
-        """Show that all steps are taken, because the last evaluation and checkpoint can take a long time."""
+        """Show that all steps have been taken, because the last evaluation and checkpoint can take a long time."""
         reason = "all steps are taken; the last evaluation and checkpoint follow"
         self._status = replace(self._status, state=RunState.FINISHING, reason=reason, step=step)
         self.publisher.run_now()

@@ -36,7 +36,7 @@ class StepGuard:
             undo.keep()
 
     def begin_step(self) -> None:
-        """Record that a step begins."""
+        """Record the beginning of a step."""
         if self._undo:
             self._undo.begin_step()
 

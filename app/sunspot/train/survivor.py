@@ -260,7 +260,10 @@ class Survivor:
         return dist.PrefixStore(str(generation), store)  # type: ignore[attr-defined]
 
     def is_closed(self) -> bool:
-        """Return True if the group has ended. No collective reveals this to a worker that was alone in it."""
+        """Return True if the group has ended.
+
+        A worker that is alone in its group must ask, because it has no peers whose loss would make a collective fail.
+        """
         return self._client.closed(0.0)
 
     def regroups(self) -> bool:
@@ -323,7 +326,7 @@ class Survivor:
         self.kept = live, StateMetadata(state.metrics, state.taken, state.ledger)
 
     def begin(self, worker: Worker) -> None:
-        """Record that this process begins to train with `worker`."""
+        """Record that this process starts training with `worker`."""
         if not gc.get_freeze_count():
             gc.freeze()  # imported modules and the model, which would take half a second to traverse at each loss
         self._trained = True
@@ -336,7 +339,7 @@ class Survivor:
             wait([self._outputs], OUTPUTS_S)
 
     def end(self) -> None:
-        """Announce to the driver that the group ends, and that no other group follows."""
+        """Announce to the driver that the group is ending, and that no other group follows."""
         self._client.end()
 
 

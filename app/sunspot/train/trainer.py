@@ -37,7 +37,8 @@ def fit(
     Returns None if the run is stopped or moved before its first checkpoint.
 
     `note_end` is called repeatedly with the reason why the newest worker group ended, or with an empty string while a
-    group trains. If an error ended the run, raises the worker's `SunspotError`, or a `SunspotError` with Ray's reason.
+    group is training. If an error ended the run, raises the worker's `SunspotError`, or a `SunspotError` with Ray's
+    reason.
     """
     start: TrainerStart | None = TrainerStart()
     failure: Exception | None = None

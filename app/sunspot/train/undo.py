@@ -62,7 +62,7 @@ class StepUndo:
         self._earlier_copies = Copies()
         "The copies after the previous step, if the newest step was in doubt when it was accepted."
         self._versions: list[int] = []
-        "Each parameter's count of changes in place after the newest step."
+        "Each parameter's count of in-place changes after the newest step."
         self._buffers: list[torch.Tensor | None] = []
         "Each buffer that `_held_buffers` has found."
         self._held: dict[Any, torch.Tensor] = {}
@@ -70,7 +70,7 @@ class StepUndo:
         self._kept: dict[Any, torch.Tensor] = {}
         "The buffers after the newest step."
         self._buffer_versions: list[int] = []
-        "Each buffer's count of changes in place after the newest step."
+        "Each buffer's count of in-place changes after the newest step."
         self._turns = OptimizerTurns()
         self._in_step = False
         "True from the beginning of a step until the step is accepted or undone."
@@ -110,7 +110,7 @@ class StepUndo:
         self.keep()
 
     def begin_step(self) -> None:
-        """Record that a step begins."""
+        """Record the beginning of a step."""
         # The loop may have changed something since the last step, or DDP may have broadcast rank 0's parameters.
         if self._changed() or self._have_buffers_changed():
             self.keep()
@@ -272,7 +272,7 @@ class OptimizerTurns:
         "The parameters that were put back."
 
     def begin(self, optimizer: Optimizer) -> None:
-        """Record that an optimizer begins its step. Copy its values if another optimizer is known to follow it."""
+        """Record the beginning of an optimizer's step. Copy its values if another optimizer is known to follow it."""
         self._followed.update(each for each in self._begun if each is not optimizer)
         if optimizer in self._followed and not self._begun.count(optimizer):
             self._copies.setdefault(optimizer, OptimizerCopy(optimizer)).take()

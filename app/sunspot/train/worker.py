@@ -314,14 +314,18 @@ class Worker:
             run_on_all_ranks(self._group, self.checkpoints.drain)
 
     def begin_step(self, step: Step) -> None:
-        """Record that a step begins. Raises `RegroupError` if the group has ended."""
+        """Record the beginning of a step. Raises `RegroupError` if the group has ended."""
         self._leave_closed_group()
         self.step_guard.begin_step()
         if self.outlives_groups:
             self.checkpoints.begin_step(step.number, step.rows, step.size)
 
     def _leave_closed_group(self) -> None:
-        """Raise `RegroupError` if the group has ended. No collective reveals this to a worker that was alone in it."""
+        """Raise `RegroupError` if the group has ended.
+
+        A worker that is alone in its group needs this check, because it has no peers whose loss would make a collective
+        fail.
+        """
         if self.group_start.is_closed and self.group_start.is_closed():
             raise RegroupError
 
@@ -347,7 +351,7 @@ class Worker:
         return step == plan.total_steps or step % plan.steps.per_epoch == 0
 
     def choose_actions(self, taken: Step) -> StepActions:
-        """Return the actions that are due after a step. They are chosen on rank 0, and empty on other ranks."""
+        """Return the actions that are due after a step. Only rank 0 chooses actions; other ranks return none."""
         if not self.reporter:
             return StepActions()
         command = self.commands.poll()

@@ -27,7 +27,7 @@ from sunspot.submitter.manifest.shape import SLOT
 from sunspot.submitter.printing import progress_note
 
 POLL_EVERY_S = 1.0
-"""Seconds between two checks whether workers have left."""
+"""Seconds between two checks of whether workers have left."""
 
 PATCH_TRIES = 5
 """Number of attempts to change a RayCluster that Ray's autoscaler changes at the same time."""

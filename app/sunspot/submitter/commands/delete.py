@@ -72,7 +72,8 @@ def _print(access: RunAccess, contents: RunContents) -> None:
     print_table(["what", "which", "size"], rows)
     print_text(f"{in_cluster}in {run.location}")
     if contents.snapshot.cluster.trouble:
-        warn(f"only storage was checked: {contents.snapshot.cluster.trouble}")
+        trouble = contents.snapshot.cluster.trouble
+        warn(f"the cluster cannot be read ({trouble}), so only the run's storage was checked")
     if contents.foreign:
         print_text(f"these files are not touched, because they do not belong to the run: {contents.name_foreign()}")
     if contents.dataset:

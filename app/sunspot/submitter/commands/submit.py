@@ -48,7 +48,7 @@ def _accepts_budget(budget: str, args: argparse.Namespace) -> bool:
 
     At a terminal, the user is asked first.
     """
-    warn(f"SUNSPOT_BUDGET={budget}: once the run's nodes have cost that much, the run saves a checkpoint and stops")
+    warn(f"SUNSPOT_BUDGET={budget}: once the run's nodes have cost this amount, the run saves a checkpoint and stops")
     if args.yes or args.json or not (sys.stdin.isatty() and sys.stderr.isatty()):
         return True
     warn("submit it? Type y: ", end="")
