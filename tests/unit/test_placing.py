@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -301,6 +302,8 @@ def test_a_silent_run_is_evidence_that_its_place_has_lost_its_nodes() -> None:
     silent = Status(RunState.RUNNING, owner, attempt=1, world_size=8, time=NOW - 500)
 
     assert find([attempt("east", 8, 900)], [], silent)[-1] == ("east", 0, 0.0)
+    gone = replace(silent, time=NOW - NODES_WITHIN_S - 4000)
+    assert find([attempt("east", 8, 9000)], [], gone)[-1] == ("east", 4000, 0.0), "its RayJob may have been deleted"
 
 
 def test_a_submission_that_waited_too_long_is_evidence_that_its_place_had_no_nodes() -> None:

@@ -62,8 +62,10 @@ def find_sightings(
     if attempts and status and not status.state.terminal:
         place = Owner.parse(status.owner).place
         alive = is_alive(status, now)
+        # After this time, the RayJob may have been deleted, so the silence says nothing about the place's nodes.
+        silent_at = min(now, status.seen + NODES_WITHIN_S)
         if place and status.attempt:
-            yield Sighting(place, status.seen if alive else now, _share(attempts[-1], status.world_size) * alive)
+            yield Sighting(place, status.seen if alive else silent_at, _share(attempts[-1], status.world_size) * alive)
     for number, submission in enumerate(submissions, 1):
         end = submission.withdrawn or (submissions[number].time if number < len(submissions) else now)
         began = any(
