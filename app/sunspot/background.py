@@ -78,9 +78,9 @@ def map_parallel(act: Callable[[Item], Result], items: Iterable[Item], at_once: 
 class Background:
     """Context manager that runs tasks every `every_s` seconds, and once more on exit.
 
-    A task that raises an error is called again at the end of the next interval. A `SunspotError` is expected, usually
-    because storage cannot be reached, and is not logged. Any other error is a bug, and is logged. If a task keeps
-    failing with errors of the same class, only the first of them is logged.
+    A task that raises an error is called again at the end of the next interval. A `SunspotError` is not
+    logged, because it usually means only that storage cannot be reached. Any other error is a bug, and is logged. If a
+    task keeps failing with such errors of the same class, only the first of them is logged.
     """
 
     def __init__(self, every_s: float, *tasks: Callable[[], None]) -> None:

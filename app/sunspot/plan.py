@@ -52,10 +52,10 @@ class Plan:
     def pass_limit(self) -> int:
         """Maximum number of rows in a forward pass.
 
-        This is MICRO_BATCH_SIZE or, if MICRO_BATCH_SIZE is 0, a worker's share of a step when all workers train. If
-        COMPILE is on, a worker's share is split evenly into passes of at most MICRO_BATCH_SIZE rows, and this is the
-        size of the largest pass. After the loss of a worker, the other workers get larger shares but need no more
-        memory, because they accumulate gradients.
+        This is MICRO_BATCH_SIZE or, if MICRO_BATCH_SIZE is 0, a worker's share of a step with the maximum number of
+        workers. If COMPILE is on, a worker's share is split evenly into passes of at most MICRO_BATCH_SIZE rows, and
+        the limit is the size of the largest pass. After the loss of a worker, the other workers get larger shares but
+        need no more memory, because they accumulate gradients over more passes.
         """
         settings, limit = self.settings, self.settings.micro_batch_size
         if limit and settings.compile == "off":
@@ -70,9 +70,9 @@ class Plan:
 
     @property
     def pass_rows(self) -> int:
-        """Number of rows in every forward pass if COMPILE is on, or 0 if the passes vary in size.
+        """Number of rows in every forward pass if COMPILE is on, or 0 if COMPILE is off and passes vary in size.
 
-        This does not depend on the number of workers.
+        This does not depend on how many workers are training.
         """
         return 0 if self.settings.compile == "off" else self.pass_limit
 
@@ -213,7 +213,7 @@ def describe_share(settings: Settings, test: Source) -> str:
 def describe_classes(source: Source) -> str:
     """Return a description of the classes with their number and names.
 
-    If some classes have no rows, it also says how many classes have rows.
+    If some classes have no rows, the description also says how many classes have rows.
     """
     classes, names = source.classes, ModelData.of(source).class_names
     if not classes:

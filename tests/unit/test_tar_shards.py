@@ -180,7 +180,7 @@ def test_an_incomplete_shard_is_rejected(kept: int, tmp_path: Path) -> None:
 def test_a_shard_that_contains_a_second_archive_is_rejected(tmp_path: Path) -> None:
     path = put_samples(tmp_path) / "a.tar"
     path.write_bytes(path.read_bytes() * 2)
-    with refusal(DataError, "another tar file follows"):
+    with refusal(DataError, "followed by another tar file"):
         main(["--from", "tar", str(tmp_path)])
 
 

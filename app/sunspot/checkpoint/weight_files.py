@@ -87,7 +87,8 @@ class WeightFiles(NamedTuple):
 def find_weights(storage: Storage, file: str) -> WeightFiles | None:
     """Return the tensors in a weight file.
 
-    Returns None if the file must be read as a whole, because it is invalid or contains a tensor that is not contiguous.
+    Returns None if the file is invalid or contains a tensor that is not contiguous. The file must then be read as a
+    whole. If it is invalid, reading it raises an error with the reason.
     """
     try:
         if file.endswith(INDEX_SUFFIX):

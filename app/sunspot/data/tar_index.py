@@ -113,7 +113,7 @@ def _read_rows(file: io.BufferedReader) -> Iterator[dict[str, Any]]:
         file.seek(archive.offset)
         rest = file.read(READ_BYTES)
         if len(rest) < tarfile.BLOCKSIZE or any(rest):
-            raise tarfile.ReadError("its end is missing, or another tar file follows it")
+            raise tarfile.ReadError("the tar file's end is missing, or is followed by another tar file")
 
 
 def _list_members(archive: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]:

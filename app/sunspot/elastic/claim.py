@@ -124,10 +124,10 @@ class PastRecords:
         return max((receipt.attempt for receipt in self.receipts), default=0)
 
     def knows_end_of(self, attempt: Attempt) -> bool:
-        """Return True if the last step of an earlier attempt is known exactly.
+        """Return True if the last step of `attempt`, an earlier attempt, is known exactly.
 
-        The last step is known if there is a heartbeat of this attempt or a later one, or if a status proves that one of
-        these attempts ended with a save (`ended_saved`).
+        The last step is known if there is a heartbeat of `attempt` or of a later attempt, or if a status proves that
+        one of these attempts ended with a save (`ended_saved`).
         """
         saved = [status.attempt for status in (self.status, self.other) if status and ended_saved(status)]
         return any(number >= attempt.number for number in (*saved, *(each.attempt for each in self.heartbeats)))
@@ -453,8 +453,8 @@ def refuse_to_start_over(
 def find_lost_start(attempts: list[Attempt]) -> list[SkippedCheckpoint]:
     """Return a list with the checkpoint from which the current lineage last started, or an empty list.
 
-    Call this if storage has no checkpoint. Files have then been lost, because retention always keeps the returned
-    checkpoint or a newer one.
+    Call this if storage has no checkpoint. The files of the returned checkpoint have then been lost, because retention
+    always keeps this checkpoint or a newer one.
     """
     counted = {span.label for span in lineage(attempts)}
     began = [attempt for attempt in attempts if attempt.label in counted and attempt.metadata.tier == "storage"]

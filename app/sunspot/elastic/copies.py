@@ -72,8 +72,8 @@ def choose_live(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -
     """Return the newest live state among the survivors, or None if the survivors do not have all shards of a state.
 
     The survivors' states differ by at most one step, because some survivors may have completed their step before the
-    loss. The state of a process that missed a group is ignored. The other processes may have trained without that
-    process, and may have deleted the checkpoint that contains its state. A process's shard is ignored, too, if the
+    loss. The state of a process that missed a group is ignored, because the other processes may have trained without
+    that process, and may have deleted the checkpoint that contains its state. A process's shard is ignored, too, if the
     process's new rank needs a different shard.
     """
     spans = lineage(attempts)

@@ -156,7 +156,8 @@ class DataParallel(DistributedDataParallel):
     def _end_with_backward(self, _: torch.Tensor) -> None:
         """Schedule one call of `_end_backward` for the end of the current backward pass, after DDP's own callback.
 
-        All ranks then join the same collectives, even if they use different numbers of outputs in their losses.
+        This hook runs once for each output that a rank's loss uses. Because `_end_backward` is scheduled only once, all
+        ranks join the same collectives, even if their losses use different numbers of outputs.
         """
         if self._passes.ends:
             return
@@ -258,8 +259,9 @@ def average(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
 def find_norms(module: nn.Module) -> list[nn.Module]:
     """Return the batch norms of a model, or an empty list if any other module has buffers.
 
-    Batch norms do not use their buffers in training mode. If no other module has buffers, rank 0's buffers are
-    therefore not sent before each pass. `sync_buffers` sends them before they are used or saved.
+    By default, DDP sends rank 0's buffers before each pass. `DataParallel` turns this off if only batch norms have
+    buffers, because they do not use their buffers in training mode. `sync_buffers` sends the buffers before they are
+    used or saved.
     """
     having = [each for each in module.modules() if each._buffers]
     return having if all(type(each) in BATCH_NORMS for each in having) else []

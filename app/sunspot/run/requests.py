@@ -78,7 +78,7 @@ class StopRequest:
         self.marked, self.moves_to = True, to
 
     def cancel_move(self, run: Run) -> None:
-        """Withdraw the request of `note_move`. The run can then still have another request to stop."""
+        """Withdraw the request of `note_move`. Other requests to stop the run remain in force."""
         self.marked, self.moves_to = stop_requested(run), ""
 
     def raise_signal(self, kept: str, job: str) -> None:
@@ -203,7 +203,7 @@ def refuse_if_deleted(run: Run) -> None:
 def clear_deletion(run: Run) -> None:
     """Delete the record of a deletion. This is the last step of deleting a run.
 
-    A delayed call does not affect the record of a later deletion.
+    A call that is delayed does not delete the record of a later deletion.
     """
     for entry in run.storage.list(run.key(DELETION)):
         run.storage.delete(entry.key, entry.version)

@@ -37,7 +37,11 @@ def find_indexes(checkpoint: Checkpoint) -> list[str]:
 
 
 def find_gaps(run: Run, checkpoint: Checkpoint) -> list[str]:
-    """Return a line if the parts of a sharded checkpoint lack values or overlap, or if an index cannot be read."""
+    """Check that the parts of a sharded checkpoint contain each value exactly once.
+
+    Returns a list with one message if the parts lack values or overlap, or if an index cannot be read. Otherwise, the
+    list is empty.
+    """
     try:
         keys = [run.key("checkpoints", checkpoint.name, file) for file in find_indexes(checkpoint)]
         contents = map_parallel(lambda key: json.loads(run.storage.read(key)), keys)
@@ -61,12 +65,12 @@ def describe_gap(extents: Iterable[Extent]) -> str:
 
 
 def _fill_once(pieces: list[Extent]) -> bool:
-    """Return True if pieces of one tensor do not overlap and fill it.
+    """Return True if pieces of one tensor contain each of its elements exactly once.
 
     Each piece adds 1 at its first corner, and 1 or -1 alternately at its other corners. Running sums over these numbers
-    in each dimension tell how many pieces contain an element. So the pieces fill the tensor exactly once if all their
-    numbers together equal the numbers of a single piece that covers the whole tensor. The time is proportional to the
-    number of pieces.
+    in each dimension tell how many pieces contain an element. So the pieces contain each element exactly once if all
+    their numbers together equal the numbers of a single piece that covers the whole tensor. The time is proportional to
+    the number of pieces.
     """
     shape = pieces[0].shape
     sums = Counter[tuple[int, ...]]()

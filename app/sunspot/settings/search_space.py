@@ -129,8 +129,8 @@ class Search:
 def load_search(variables: Mapping[str, str]) -> Search:
     """Return the search that the environment's or a job's variables describe.
 
-    A search without an expression has no trials. Raises `SettingsError`, which lists every problem with the
-    expressions, their extreme values or the trials.
+    A search without an expression has no trials. Raises `SettingsError` with a list of all problems if
+    an expression, an extreme value or a trial is invalid.
     """
     given = _ours(variables)
     settings, dimensions, expressions = load_common(given)
@@ -170,7 +170,7 @@ def load_common(variables: Mapping[str, str]) -> tuple[Settings, tuple[Dimension
     """Return the settings that all trials share, the dimensions of the search, and the variables with an expression.
 
     In the returned settings, the varied settings have their default values. The expressions are in canonical form.
-    Raises `SettingsError`.
+    Raises `SettingsError` if a setting or an expression is invalid.
     """
     given = _ours(variables)
     dimensions = find_dimensions(given)
@@ -185,7 +185,8 @@ def load_common(variables: Mapping[str, str]) -> tuple[Settings, tuple[Dimension
 def find_dimensions(variables: Mapping[str, str]) -> tuple[Dimension, ...]:
     """Return the expressions in the variables, in the order of the settings.
 
-    Raises `SettingsError`, which lists all mistakes.
+    Raises `SettingsError` with a list of all mistakes if any expression is invalid or is in a setting that a search
+    cannot vary.
     """
     dimensions, problems = [], []
     for field in FIELDS:

@@ -84,7 +84,7 @@ class S3Storage(Bucket):
         """A client for large objects, which signs requests without hashing their content.
 
         On a CPU without SHA instructions, computing the SHA-256 would be the slowest step, at 0.3 GB/s. Instead, the
-        signature covers the part's checksum.
+        signature covers a faster checksum of the content.
         """
         return _s3_client(f"s3://{self.bucket}", payload_signing_enabled=False)
 
@@ -270,7 +270,7 @@ def _s3_client(url: str, **options: Any) -> Any:
 
 
 class MultipartUpload(PartUpload):
-    """A multipart upload. Creating it begins the upload."""
+    """A multipart upload. The constructor begins the upload."""
 
     def __init__(self, storage: S3Storage, key: str) -> None:
         super().__init__(storage, key)

@@ -85,8 +85,8 @@ def new_nodes_checked(
 
     Yields a filter, which keeps only the nodes (as in `ray.nodes()`) that are reachable and have been checked. A group
     grows only onto those nodes. The check takes a few seconds, but does not delay growth, because a group waits longer
-    than that before it grows (`nodes.SETTLED_S`). A group that cannot start before nodes join does not wait for the
-    check. If Ray starts such a group on a broken node, the group is restarted without that node.
+    than that before it grows (`nodes.SETTLED_S`). If a group has too few nodes to start, it does not wait for the check
+    of new nodes. If Ray starts this group on a broken node, the group is restarted without that node.
     """
     checked = {str(node["NodeID"]) for node in nodes}
 

@@ -91,7 +91,7 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 
 
 def describe_absent(metric: str, names: Collection[str]) -> str:
-    """Return a message if the task has no metric called `metric` (CHECKPOINT_METRIC), or an empty string.
+    """Return a message if the task has no metric called `metric` (CHECKPOINT_METRIC), otherwise an empty string.
 
     `names` are the names of the task's metrics. Metrics of held-out rows have the prefix HELD_OUT.
     """

@@ -249,7 +249,7 @@ def only_driver_remains(
 
     1. All workers have finished or are lost, and the trainer has not noticed. Ray does not poll workers while it places
        a replacement.
-    2. `has_nothing_to_save` returns True, because a stop was requested before any worker could save.
+    2. `has_nothing_to_save` returns True. This means that a stop was requested before any worker could save.
     3. All workers that were training are lost, and no replacement has started training within `limit_s` seconds. The
        replacements may hang, and nothing else watches them.
     """
@@ -292,10 +292,10 @@ def make_worker_config(context: TrainingContext) -> WorkerConfig:
 
 
 def make_trainer(context: TrainingContext) -> Any:
-    """Create a Ray trainer. It stores only Ray's own files.
+    """Create a Ray trainer, which stores only Ray's own files, in a temporary folder.
 
-    Ray's uploads can lose files, and a single failed write of Ray's snapshot ends the training. Sunspot therefore
-    resumes from its own checkpoints and history (sunspot/checkpoint).
+    Sunspot stores its own checkpoints and history (sunspot/checkpoint) without the trainer, because Ray's uploads can
+    lose files, and a single failure to write Ray's snapshot ends the training.
     """
     plan, resources = context.plan, context.resources
     settings, workers = plan.settings, context.workers

@@ -110,7 +110,10 @@ def _name(nodes: list[str]) -> str:
 
 
 def probe_here(storage_path: str, run_name: str, key: str, content: bytes) -> str:
-    """Return why this node cannot use the run's storage, or an empty string. The object `key` must hold `content`."""
+    """Return why this node cannot use the run's storage, or an empty string if it can.
+
+    Also checks that this node reads `content` from the object `key`, which another node has written.
+    """
     run = open_run(storage_path, run_name)
     try:
         if run.storage.read(key) != content:

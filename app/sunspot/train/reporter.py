@@ -131,7 +131,7 @@ class Reporter:
         return self._timer.due(self._settings.report_every_s)
 
     def heartbeat(self) -> None:
-        """Record that the group made progress, because it took a step or evaluated some rows.
+        """Record that the group has just taken a step or evaluated some rows.
 
         Raises `SupersededError` once another driver owns the run.
         """
@@ -162,8 +162,8 @@ class Reporter:
     def report(self, record: MetricRecord, recent: MetricRecord, ranks: RankTable) -> None:
         """Add a record to the metric history, with the numbers of each rank.
 
-        A record may cover only one step, so the status and the terminal show the `recent` means (`RecentMeans`).
-        Checkpoints contain the same means.
+        The status, the terminal and checkpoints contain the `recent` means (`RecentMeans`) instead of the record's
+        values, because a record may cover only one step.
         """
         self._journals.metrics.append(record)
         self._ranks.append(record, ranks)
@@ -193,7 +193,7 @@ class Reporter:
         self._interval_s = checkpoint_interval(self._checkpoints.save_every_s, steps * step_s, commit_s)
 
     def add_evaluation(self, record: MetricRecord) -> None:
-        """Add the evaluation of an epoch that ended in the previous worker group."""
+        """Record the evaluation of an epoch that ended in the previous worker group."""
         self._journals.metrics.append({**record, "steps": 0, "rows": 0, "seconds": 0.0})
         self._status = replace(self._status, test_loss=record.get("test_loss"))
         self._control.send(ControlChannel.add_metrics, record)
@@ -298,10 +298,10 @@ class Reporter:
             self._control.send(ControlChannel.log, f"  copies in memory: {text}")
 
     def _warn_of_nan(self, record: MetricRecord) -> None:
-        """Report a loss that is not finite, and later that it is finite again, in the terminal and as events.
+        """Print a message and record an event when the loss stops being finite, and when it is finite again.
 
-        Any other value that is not finite is reported only once. This includes the mean loss of a window whose last
-        step has a finite loss.
+        If the loss of the record's last step is finite, also report each metric, including the loss, whose mean over
+        the record's steps is not finite. Each metric is reported only once.
         """
         self._nan_windows = record.get(NAN_WINDOWS, 0)
         first = record["step"] - record["steps"] + 1
@@ -334,7 +334,7 @@ class Reporter:
 
 
 def describe_nan(record: MetricRecord) -> str:
-    """Describe a loss or weights that are not finite in a history record. Return an empty string if all are finite."""
+    """Return a message if a history record shows a loss or weights that are not finite, otherwise an empty string."""
     since = record.get(NAN_SINCE)
     windows = record.get(NAN_WINDOWS)
     if not since:

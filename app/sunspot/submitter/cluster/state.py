@@ -143,8 +143,8 @@ def judge(seen: ClusterSeen, stored: RunSeen) -> tuple[RunState, str]:
 def find_next_job(seen: ClusterSeen, stored: RunSeen) -> JobView | None:
     """Return the newest RayJob if a move started it and the driver in the old place is still alive, or None.
 
-    The driver counts as alive while its status is recent. Returns None in spite of a recent status if the old RayJob
-    shows that the run has ended, and the newest RayJob is live. The newest RayJob then continues the run.
+    The old driver counts as alive if its status is recent. However, if the run has already ended in the old place and
+    the newest RayJob is live, this returns None, because the newest RayJob continues the run.
     """
     job, status = seen.job, stored.status
     if not job or not status or not is_alive(status, seen.time):

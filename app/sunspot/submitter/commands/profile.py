@@ -1,4 +1,4 @@
-"""`sunspot profile`: makes ranks of a live run record a few steps, and shows where the traces are."""
+"""`sunspot profile`: profiles a few steps on some ranks of a live run, and shows where the traces are."""
 
 import argparse
 import time
@@ -49,10 +49,10 @@ def run(args: argparse.Namespace) -> None:
         raise SettingsError(f"--ranks {args.ranks[-1]}: the run has {workers}, and ranks count from 0")
     most = min(MAX_STEPS, status.steps_per_epoch - 1)  # the step before them must be in the same epoch
     if args.steps > most:
-        epoch = f"it must be shorter than an epoch ({plural(status.steps_per_epoch, 'step')})"
+        epoch = f"a profile must be shorter than an epoch ({plural(status.steps_per_epoch, 'step')})"
         raise SettingsError(
-            f"--steps {args.steps}: a profile of this run can record at most {most}, because {epoch}, and can have at "
-            f"most {MAX_STEPS} steps"
+            f"--steps {args.steps}: the limit for this run is {most}, because {epoch} and can have at most "
+            f"{MAX_STEPS} steps"
         )
     request = request_profile(run, status.attempt, args.steps, args.ranks)
     pace = f" of about {status.step_time_s:.2g} s" if status.step_time_s else ""
