@@ -257,7 +257,7 @@ class CheckpointManager:
 
     @property
     def save_every_s(self) -> float:
-        """Seconds between checkpoints: CHECKPOINT_EVERY_S, or less if a notice is too short for a commit."""
+        """Seconds between checkpoints: CHECKPOINT_EVERY_S, or less if a preemption notice is too short for a commit."""
         every_s = self._settings.checkpoint_every_s
         late = exceeds_notice(self.commit_s, self._settings.job.notice_s)
         return min(every_s, self.commit_s or every_s) if late else every_s
@@ -367,7 +367,7 @@ class SnapshotInterval:
 
 
 def exceeds_notice(commit_s: float | None, notice_s: float) -> bool:
-    """Return True if a commit of `commit_s` seconds is too slow to finish within a notice of `notice_s` seconds.
+    """Return True if a commit of `commit_s` seconds is too slow for a preemption notice of `notice_s` seconds.
 
     Returns False if either value is unknown.
     """

@@ -107,7 +107,7 @@ class Snapshot:
 
     @property
     def torn(self) -> bool:
-        """True if a tensor is known to have changed while being copied. A change in progress is not known yet."""
+        """True if a tensor is known to have changed while being copied. A change is known once it is complete."""
         return bool(self.watch.changed())
 
     def release(self) -> None:

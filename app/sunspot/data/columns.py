@@ -335,7 +335,8 @@ def innermost(stored: pa.DataType) -> tuple[pa.DataType, int]:
 def is_permuted(stored: pa.FixedShapeTensorType) -> bool:
     """Return True if the dimensions of tensors are permuted in memory.
 
-    pyarrow 26 writes shapes that contradict the permutation, and cannot read them back.
+    Such tensors are rejected, because pyarrow 26 writes a shape that contradicts the permutation, and cannot read the
+    file again.
     """
     order = list(range(len(stored.shape)))
     return list(stored.permutation or order) != order

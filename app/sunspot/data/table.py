@@ -276,7 +276,7 @@ def locate_splits(dataset: str, test_dataset: str) -> SplitLocations:
 
 
 def check_training_rows(train: TableSource, locations: SplitLocations, model: ModelData | None) -> TableSource:
-    """Return a copy of the training rows that also has the notes of `locations`.
+    """Return `train` with the notes in `locations` added.
 
     Raises `DataError` if the class folders are at a deeper level than expected. This is not checked for predictions,
     where `model` is set.

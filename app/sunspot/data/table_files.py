@@ -89,7 +89,10 @@ class TableFile(ABC):
     @property
     @abstractmethod
     def identity(self) -> Sequence[object]:
-        """A digest of the content, or the sizes of the row groups, columns or images. Labels have their own digest."""
+        """Values that reveal changes to the content: a digest, or the sizes of row groups, columns or images.
+
+        Changes to labels are found by a separate digest.
+        """
 
     @property
     def size(self) -> int:
@@ -242,7 +245,7 @@ class TextTable(TableFile):
 class PictureFolder(TableFile):
     """A folder that contains one folder of images per class. Rows are sorted by path.
 
-    The columns are `image`, the bytes of the file, and `label`, the class name.
+    The column `image` contains the bytes of the file, and the column `label` contains the class name.
     """
 
     schema = pa.schema({"image": pa.large_binary(), "label": pa.string()})

@@ -1,11 +1,14 @@
 """Determines why a worker group ended, prints the reason, and decides whether another group starts.
 
-Ray Train's controller calls a `FailureJudge` after each worker failure (failure_callback.py). If all ranks raise the
-same error in the user's program, the error would occur again, so the run ends at once. Other failures are counted, and
-the next checkpoint resets the count. For lost workers in survivor mode, the next step resets the count. Groups that
-got no rows from Ray Data are counted separately. Groups that started from an in-memory copy and took no step have a
-count of their own. After a few such groups, the run continues from storage (copies.py). Processes that run out of
-memory in quick succession are counted even if there was a checkpoint in between (out_of_memory.py).
+Ray Train's controller calls a `FailureJudge` after each worker failure (failure_callback.py). An error that would occur
+again ends the run at once. This is assumed if all ranks raise the error in user code before the group's first step, or
+if all ranks raise it at the same step in two groups in a row.
+
+Other failures are counted, and the next checkpoint resets the count. For lost workers in survivor mode, the next step
+resets the count. Groups that got no rows from Ray Data are counted separately. Groups that started from an in-memory
+copy and took no step have a count of their own. After a few such groups, the run continues from storage (copies.py).
+Processes that run out of memory in quick succession are counted even if there was a checkpoint in between
+(out_of_memory.py).
 """
 
 import re
@@ -146,8 +149,8 @@ class FailureJudge:
     not end the run until the number of workers lost since the newest step reaches the group's size. If `max_failures`
     is 0, the first loss ends the run.
 
-    The control channel keeps the counts, because each of Ray's trainers has its own judge. `leave_out` excludes broken
-    nodes before each group. If it raises a `SunspotError`, the run ends.
+    The control channel keeps the counts, because a run can use several of Ray's trainers, and each trainer has its own
+    judge. `leave_out` excludes broken nodes before each group. If it raises a `SunspotError`, the run ends.
     """
 
     def __init__(
@@ -316,8 +319,8 @@ def in_user_code_alike(errors: list[RankError]) -> tuple[object, ...] | None:
 def same_message(errors: list[RankError]) -> tuple[object, ...] | None:
     """Return the error's type, message and step if these are the same on all ranks, otherwise None.
 
-    The place where the error was raised does not matter. The traceback of an error in the backward pass contains no
-    user code, even if user code caused the error.
+    Numbers in the messages are not compared. The place where the error was raised is not compared either, because the
+    traceback of an error in the backward pass contains no user code, even if user code caused the error.
     """
     return find_only(errors, lambda one: (one.type, NUMBER.sub("#", one.message), one.step))
 

@@ -125,7 +125,7 @@ class NodeMonitor:
     def _find_better(self, group: WorkerGroup, nodes: list[dict[str, Any]]) -> NodeEvent | None:
         """Return an event if better nodes can replace some of the group's nodes.
 
-        Returns None if all nodes that are no longer needed are idle, because Ray's autoscaler releases idle nodes.
+        Returns None if the group uses none of the nodes to release, because Ray's autoscaler releases idle nodes.
         """
         if not self._choice:
             return None

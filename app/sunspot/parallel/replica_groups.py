@@ -74,8 +74,8 @@ class ReplicaGroups:
     def mesh(self, device_type: str) -> DeviceMesh:
         """Return a mesh that tells FSDP2 which shard this worker holds. Call `connect` once the model is sharded.
 
-        The mesh keeps its first group, even after the workers have formed new groups. This group therefore uses torch's
-        `fake` backend, which never connects or communicates.
+        The workers form new groups after each loss, but a mesh always keeps its first group. The mesh's group is
+        therefore only a placeholder. It uses torch's `fake` backend, which never connects or communicates.
         """
         assert self._shape
         return mesh_of(self._shape, device_type)
@@ -147,7 +147,7 @@ class ReplicaGroups:
 
         If a connection ends when only a part of a message has been sent or received, gloo keeps waiting for the rest of
         the message (`Pair::signalException`, torch 2.15). Most collectives fail nevertheless, because they also wait
-        for a message that has not begun, and this wait fails. If a collective did not fail, all other workers would
+        for a message that has not begun, and this wait fails. If a collective does not fail, all other workers
         wait for this process until the collective times out. It is faster to exit, because replacing the process takes
         only seconds.
         """

@@ -4,11 +4,11 @@ The workers that survive a loss can continue only if their shards belong to the 
 each worker therefore waits at a barrier until all workers have complete gradients. If a loss interrupts the barrier,
 some workers have passed it, and others cannot know whether all workers had reached it.
 
-The driver tells them. When it announces the end of the group, each worker reports how many barriers it has passed, and
-from then on, it passes no barrier without the driver's answer. Once all live members have reported, the driver answers
-with the largest of these numbers. If one worker has passed a barrier, all workers had complete gradients, so those that
-still wait at this barrier also take the step. Otherwise, none does. (This is the termination protocol of three-phase
-commit: D. Skeen, "Nonblocking Commit Protocols", SIGMOD 1981.)
+The driver resolves this. When the driver announces the end of the group, each worker reports how many barriers it has
+passed. From then on, no worker passes a barrier without the driver's answer. Once all live members have reported, the
+driver answers with the largest of these numbers. If one worker has passed a barrier, all workers had complete
+gradients, so those that still wait at this barrier also take the step. Otherwise, none does. (This is the termination
+protocol of three-phase commit: D. Skeen, "Nonblocking Commit Protocols", SIGMOD 1981.)
 """
 
 import threading

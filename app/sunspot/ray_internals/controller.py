@@ -90,10 +90,9 @@ def end_groups_at_once() -> list[Any]:
 def replace_lost_alone(find_living: Callable[[], Collection[str]]) -> list[Any]:
     """Return callbacks that let Ray Train's controller replace several lost workers in survivor mode.
 
-    To replace a worker, Ray asks all other workers to discard their reports, and fails if another worker is dead, too
+    To replace a worker, Ray asks all other workers to discard their reports, and fails if one of these workers is dead
     (`_replace_replica_group_impl`, 2.60). These callbacks therefore tell Ray about all dead workers first. If another
-    worker dies during the replacement, Ray notices this loss at its next poll. Without the callbacks, Ray would fail or
-    replace the same workers again.
+    worker dies during the replacement, the callbacks ignore the error, because Ray notices the loss at its next poll.
 
     `find_living` returns the names of the workers that are known to be alive. Each name begins with an actor ID.
     """

@@ -118,7 +118,7 @@ def over_time(report: Report, series: Series) -> XAxis:
 
 
 def points_of(x_axis: XAxis, values: Sequence[float | None]) -> list[Point]:
-    """Return a point for each drawable value of a column."""
+    """Return a point for each of the `values` that can be drawn (`can_draw`)."""
     return [
         Point(x, y, group)
         for x, y, group in zip(x_axis.positions, values, x_axis.groups, strict=True)

@@ -366,9 +366,11 @@ def find_newest_good(
 ) -> tuple[Checkpoint | None, tuple[SkippedCheckpoint, ...]]:
     """Return the newest intact checkpoint of the run's lineage, and the skipped newer checkpoints, newest first.
 
-    Checkpoints with weights that are not finite are skipped too, unless all intact checkpoints have such weights. With
-    `trust_listing`, files with an unchanged version are not read, so only display the checkpoint, and do not load it.
-    If `inspect` is given, it is called instead of `find_faults`.
+    Checkpoints with weights that are not finite are skipped too, unless all intact checkpoints have such weights. If
+    `inspect` is given, it is called instead of `find_faults`.
+
+    With `trust_listing`, files with an unchanged version are not read. The returned checkpoint may then be displayed,
+    but must not be loaded.
     """
     inspect = inspect or (lambda found, listed: find_faults(run, found, listed if trust_listing else None))
     spans = lineage(attempts)

@@ -114,7 +114,7 @@ class LogWriter:
                 self._drop()
 
     def _drop(self) -> None:
-        """Delete the oldest segments after the first FIRST_BYTES, keeping at least the newest NEWEST_BYTES."""
+        """Delete old segments, but keep the first FIRST_BYTES and at least the newest NEWEST_BYTES of the output."""
         old = list[str]()
         while sum(size for _, size in self._later[len(old) + 1 :]) >= NEWEST_BYTES:
             old.append(self._key(self._later[len(old)][0]))

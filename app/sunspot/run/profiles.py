@@ -3,7 +3,7 @@
     profile.json                        the request, which exists while `sunspot profile` waits
     profiles/20261129T141013Z3f2a9c1e/
         rank-0000.json.gz               the trace of rank 0, written first
-        rank-0000.json                  the steps in the trace, and what they cost (`RankProfile`)
+        rank-0000.json                  the steps in the trace, and the cost of tracing (`RankProfile`)
 
 A thread of rank 0 looks for a request every few seconds. A request is for one attempt. If the attempt ends before
 the profile is complete, because a worker was lost or has joined, the profile is dropped. The next attempt does not try

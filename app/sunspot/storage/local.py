@@ -401,7 +401,10 @@ def _real_path(path: Path) -> str:
 
 
 def _remove_link(name: str, folder: int) -> None:
-    """Remove a link that is broken or leads to a folder. Listings do not include such links."""
+    """Remove a link that is broken or leads to a folder.
+
+    Listings do not include such links, so deleting all listed objects leaves them behind.
+    """
     if S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
         with contextlib.suppress(OSError):
             if S_ISREG(os.stat(name, dir_fd=folder).st_mode):

@@ -37,7 +37,10 @@ def print_text(text: str = "", end: str = "\n", flush: bool = False) -> None:
 
 
 def print_document(text: str) -> None:
-    """Print a document in UTF-8, even in another locale, because escaped characters would change its meaning."""
+    """Print a document in UTF-8, even in another locale.
+
+    In another encoding, some characters would have to be escaped, which would change the document's meaning.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
     print_text(text, end="")

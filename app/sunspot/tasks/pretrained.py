@@ -1,7 +1,7 @@
 """Opens pretrained Hugging Face models in a directory, in a bucket or on the hub, and identifies them by a hash.
 
-If peft adapts the model, a checkpoint holds only the trained weights and the hash of the base. Otherwise, it holds all
-weights.
+If peft adapts the model, a checkpoint holds only the trained weights and the hash of the pretrained model. Otherwise,
+it holds all weights.
 """
 
 import hashlib

@@ -141,7 +141,10 @@ class Mover:
         return self._move(access.run.name, request, reason) if request else None
 
     def close(self, name: str) -> None:
-        """Wait until a move of the run is undone. Call this if the run ended before the move was complete."""
+        """Wait until the background thread has undone a move of the run.
+
+        Call this if the run ended before the move was complete. Gives up after GONE_WITHIN_S.
+        """
         wait([move for move in [self._moves.pop(name, None)] if move], GONE_WITHIN_S)
 
     def _choose(self, access: RunAccess, snapshot: RunSnapshot) -> tuple[JobRequest | None, str]:

@@ -308,9 +308,9 @@ def _keep_record(run: Run, record: SubmissionRecord) -> None:
 
 
 def describe_owner_elsewhere(access: RunAccess, snapshot: RunSnapshot) -> str:
-    """Return a message if the run is alive and its owner is not in this namespace, or an empty string.
+    """Return a message if the run is alive and its owner is not in this namespace.
 
-    The owner's RayJob may have just been deleted from this namespace. There is no message in this case either.
+    Returns an empty string otherwise, and also if the owner's RayJob has just been deleted from this namespace.
     """
     status, cluster = snapshot.storage.status, access.require_cluster()
     if not status or not is_alive(status, snapshot.cluster.time):

@@ -115,7 +115,10 @@ def _find_restarts(job: JobView, pods: Pods) -> Iterator[Finding]:
 
 
 def _find_mixed_images(pods: Pods) -> Iterator[Finding]:
-    """Find image tags for which pods pulled different images, because the tag was pushed again during the run."""
+    """Find each image tag for which pods pulled different images.
+
+    This happens if a tag is pushed again during the run.
+    """
     digests: dict[str, dict[str, list[str]]] = {}
     for pod in pods:
         for image, digest in sorted(pod.images):

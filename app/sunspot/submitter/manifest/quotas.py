@@ -151,7 +151,10 @@ def amount_of(pod: Pod, resource: str) -> float:
 
 
 def objects_of(manifest: Mapping[str, Any]) -> dict[str, float]:
-    """Count the objects that the run creates, except pods, keyed by their names in a ResourceQuota."""
+    """Return how many objects of each kind the run creates, keyed by the kind's name in a ResourceQuota.
+
+    Pods are not included.
+    """
     cluster = manifest["spec"].get("rayClusterSpec")
     if not cluster:
         return {JOBS: 1.0}
@@ -281,6 +284,9 @@ class ExceededQuota(NamedTuple):
 
 
 def parse_exceeded(message: str) -> ExceededQuota | None:
-    """Parse an error from the API server. Returns None if the error has another cause or was truncated."""
+    """Return the exceeded quota that an error from the API server names.
+
+    Returns None if the error has another cause or was truncated.
+    """
     found = EXCEEDED.search(message)
     return ExceededQuota(*(part.strip() for part in found.groups())) if found and "..." not in found[0] else None
