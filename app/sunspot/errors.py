@@ -116,7 +116,7 @@ class SupersededError(ConflictError):
 
 
 class DivergedError(SunspotError):
-    """The loss or the weights have not been finite for too long, so further training is useless."""
+    """The loss or the weights have been NaN or infinite for too long, so further training is useless."""
 
     final = True
 

@@ -274,7 +274,10 @@ def _list_saved_dataset(location: str, state: bytes) -> list[str]:
 
 
 def open_file(path: str) -> pq.ParquetFile:
-    """Return a new reader for a Parquet file. Readers have state, so only the open file and its metadata are cached."""
+    """Return a new reader for a Parquet file.
+
+    The open file and its metadata are cached. The reader is not cached, because a reader has state.
+    """
     return pq.ParquetFile(_cached_handle(path), metadata=_cached_metadata(path), pre_buffer=True)
 
 

@@ -78,7 +78,7 @@ class ControlChannel:
         return self._with_last_step(self._incidents.begin_group())
 
     def close_incident(self) -> Incident:
-        """Return the incident that started the current group, and clear it.
+        """Return the incident that led to the current group, and clear it.
 
         Call this after the group's first step.
         """

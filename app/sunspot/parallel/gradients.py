@@ -89,9 +89,9 @@ def models_with_averaging(model: nn.Module) -> list[DataParallel]:
 class FiniteGradients:
     """A switch that keeps rows with weight 0 from affecting the gradients.
 
-    Multiplying the loss of these rows by 0 is not enough. 0 times an infinite loss is NaN, and averaging would spread
-    NaN to all workers. A parameter used only by these rows would also get a gradient of zeros, and the optimizer would
-    change the parameter.
+    Multiplying the loss of these rows by 0 is not enough, for two reasons. First, 0 times an infinite loss is NaN, and
+    averaging would spread NaN to all workers. Second, a parameter used only by these rows would get a gradient of zeros
+    instead of None, so weight decay and momentum would change the parameter.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -62,7 +62,7 @@ class Experience:
 
 
 def learn(sightings: Iterable[Sighting]) -> dict[str, Experience]:
-    """Return the experience with each place that was sighted, keyed by place."""
+    """Return a summary of each place's sightings, keyed by place."""
     known: dict[str, Experience] = {}
     for each in sorted(sightings, key=lambda sighting: sighting.time):
         before = known.get(each.place)

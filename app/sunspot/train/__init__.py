@@ -10,8 +10,8 @@ The modules are used in this order:
    (`survivor.Survivor`), the loop continues in the next group.
 4. `joining.Joining` makes the process a worker of the run. It forms a group, claims the run together with the group
    (`elastic.claim.agree_on_start`), and builds the worker from the state that the group starts from.
-5. `build.build_worker` builds the `learner.Learner` (model, optimizer and rows) unless the process has kept it, the
-   checkpoint manager, and on rank 0 the `reporter.Reporter`.
+5. `build.build_worker` builds the checkpoint manager, and on rank 0 the `reporter.Reporter`. It also builds the
+   `learner.Learner` (model, optimizer and rows), unless the process has kept a learner from an earlier group.
 6. `loop.take_step` takes each step through `run.TrainingRun`. A task can have its own loop instead, and an adapter can
    use the loop of its library (`sunspot.adapters`).
 7. `worker.Worker` ends each step (`finish_step`). It then saves, evaluates, reports, stops or restarts if needed.
@@ -39,10 +39,10 @@ One step, from its rows to the beginning of the next step
                                    that the next step can be undone. `finish_step` gets from `parallel.decisions` what
                                    rank 0 decided after this step or the previous one: to save, copy, report, stop,
                                    restart or form a new group. It also evaluates after an epoch
- 9. checkpoint.CheckpointManager.save  is called in step 8. It begins to copy the state if a copy or a checkpoint
+ 9. checkpoint.CheckpointManager.save  is called in item 8. It begins to copy the state if a copy or a checkpoint
                                    is due
 
-If a worker is lost in steps 2 to 9, a collective raises an error on the other workers, or `Worker` raises RegroupError.
+If a worker is lost in items 2 to 9, a collective raises an error on the other workers, or `Worker` raises RegroupError.
 On GPUs, NCCL's collectives raise no error, so `step_guard.StepGuard` raises RegroupError if their sums were aborted.
 Decisions and the exchange of row IDs (AUDIT) use gloo on GPUs, too, and can raise an error first.
 `Survivor.continue_from` can also raise RegroupError while the next group starts. In survivor mode, the interrupted step
@@ -55,7 +55,7 @@ is handled as follows (`survivor.abandon_step`, `step_guard.StepGuard`):
 - If StepUndo cannot restore them, this process gets the state from another worker. If no worker has it, or under
   PARALLEL=fsdp, all workers return to the newest copy in memory or to the newest checkpoint.
 
-Under PARALLEL=hsdp, a worker has only its shard of the state, and gets it from a worker with the same shard. In step 6,
+Under PARALLEL=hsdp, a worker has only its shard of the state, and gets it from a worker with the same shard. In item 6,
 all workers agree that their gradients are complete, so that their shards belong to the same step.
 
 In restart mode, all processes exit, and the next group starts from the newest copy or checkpoint (`sunspot.elastic`).

@@ -73,7 +73,7 @@ class LearningRates:
     def describe(self, total_steps: int) -> list[str]:
         """Return lines with the first, the highest and the last learning rate of each group.
 
-        Raises `SettingsError` if a step has no learning rate. Examines at most 2 * EXAMINED_STEPS steps.
+        Examines at most 2 * EXAMINED_STEPS steps. Raises `SettingsError` if a learning rate cannot be computed.
         """
         spread = range(0, total_steps, math.ceil(total_steps / EXAMINED_STEPS))
         steps = sorted({*range(min(total_steps, EXAMINED_STEPS)), *spread, total_steps - 1})

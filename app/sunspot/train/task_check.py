@@ -151,9 +151,9 @@ class TaskCheck:
 
 
 def check(settings: Settings) -> TaskCheck:
-    """Check the task that the settings describe. Raises `SunspotError` if a part fails.
+    """Check the task named in the settings. Raises `SunspotError` if a part of the check fails.
 
-    The error names the line of code or a fix.
+    The error gives the line in the user's code, or a fix.
     """
     refuse_unusable(settings)
     checked = TaskCheck(

@@ -308,9 +308,9 @@ def explain_missing_output(run: Run, context: str | None, namespace: str | None)
 def follow(access: RunAccess) -> Iterator[RunSnapshot]:
     """Yield a snapshot of a run every few seconds, without limit.
 
-    If the cluster or storage does not answer, the snapshot keeps the last known values. Storage is read last, because
-    the run's status there explains changes in the cluster. Raises `ClusterError` if the API server rejects the user or
-    is unreachable for MAX_OUTAGE_S.
+    If the cluster or storage does not answer, the snapshot keeps the last known values. Storage is read after the
+    cluster, because a driver writes its final status to storage before its RayJob ends. Raises `ClusterError` if the
+    API server rejects the user or is unreachable for MAX_OUTAGE_S.
     """
     snapshot = RunSnapshot(ClusterSeen(trouble=access.cluster_error), RunSeen(access.run))
     answered = ask_at = time.monotonic()

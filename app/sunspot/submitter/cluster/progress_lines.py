@@ -116,7 +116,8 @@ class ProgressLines:
 def describe(snapshot: RunSnapshot, state: RunState, reason: str) -> str:
     """Return one line: the progress of a run that is training, or the reason for any other state.
 
-    For FAILED and LOST, the line is only "for good", because the command then ends with an error that says more.
+    For FAILED and LOST, return only "for good", which follows the state in the printed line. The reason is in the error
+    with which the command ends.
     """
     if state in (RunState.FAILED, RunState.LOST):
         return "for good"

@@ -1,4 +1,4 @@
-"""`sunspot cost`: prints the cost of each run or of each label, and the total."""
+"""`sunspot cost`: prints the cost of each run or label value, and the total."""
 
 import argparse
 from collections.abc import Sequence
