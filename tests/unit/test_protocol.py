@@ -740,7 +740,7 @@ def test_owners_that_consist_only_of_a_job_name_break_the_protocol(monkeypatch: 
 def test_claims_without_a_nonce_break_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
     """The runs are mixed in a copy in memory, a checkpoint's file, or the audit, whichever comes first."""
     monkeypatch.setattr(sunspot.elastic.claim, "new_nonce", str)
-    expect_counterexample(Protocol, "restored step .* of a run that was deleted|is damaged|instead of", start=9)
+    expect_counterexample(Protocol, "restored step .* of a run that was deleted|is damaged|instead of", start=28)
 
 
 def test_uploading_to_the_same_file_twice_breaks_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
