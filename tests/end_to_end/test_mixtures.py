@@ -31,7 +31,7 @@ def test_a_killed_run_on_a_mixture_resumes_at_the_next_row_of_each_source(
         process = program.start(**settings, NUM_WORKERS=workers)
         wait_for_step(run, step, process)
         kill_all(process)
-    with pytest.raises(ConflictError, match="cannot continue with other data, mixture weights"):
+    with pytest.raises(ConflictError, match="or with different data, mixture weights"):
         program.run(**{**settings, "DATASET": dataset.replace("0.6", "0.5")}, NUM_WORKERS=1)
     program.run(**settings, NUM_WORKERS=1)
     assert tuple(attempt.metadata.world_size for attempt in read_attempts(run)) == (2, 3, 1)

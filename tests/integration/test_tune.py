@@ -485,6 +485,6 @@ def test_a_search_in_s3_fails_if_every_trial_fails(program: Program, s3_bucket: 
     process = search.start()
     output = process.communicate(timeout=250)[0]
     assert process.returncode == 1, output
-    assert re.search(r"no trial succeeded:\n  run-01: failed: ConflictError: .* other settings", output), output
+    assert re.search(r"no trial succeeded:\n  run-01: failed: ConflictError: .* different settings", output), output
     status = read_status(search.run)
     assert status.state is RunState.FAILED

@@ -247,7 +247,7 @@ def test_delete_warns_if_gitops_could_recreate_the_rayjob(sunspot: Command, run:
     cluster.put_job(rayjob("run-2"))
     cluster.set_status("run-2", "Complete", "SUCCEEDED")
     assert sunspot("delete", "run", "--yes") == 0
-    assert "`sunspot submit` did not create run-2; if such a RayJob is defined in a GitOps repository" in sunspot.err
+    assert "`sunspot submit` did not create the RayJob run-2; if it is defined in a GitOps repository" in sunspot.err
 
 
 def test_delete_warns_if_the_bucket_keeps_old_versions(in_bucket: Command, bucket_run: Run) -> None:

@@ -339,7 +339,7 @@ def test_a_changed_weight_is_refused_with_the_reason(mixture: str, tmp_path: Pat
     changed = table_settings(mixture.replace("0.5", "0.6"))
     with pytest.raises(ConflictError) as raised:
         record_identity(run, changed.environment(), IDENTITY, identify_rows(plan_of(changed)))
-    assert "cannot continue with other data, mixture weights" in str(raised.value)
+    assert "cannot continue with a different task, or with different data, mixture weights" in str(raised.value)
     assert "SUNSPOT_INIT_FROM=run:run" in str(raised.value)
     assert raised.value.exit_code == 6
 

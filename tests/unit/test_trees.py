@@ -141,7 +141,7 @@ def test_features_are_the_columns_of_a_table(library: str, classes: bool, tmp_pa
 @pytest.mark.parametrize("columns", [["age", "label"], "age", [3]])
 def test_the_columns_argument_of_a_tree_task_must_be_a_list_of_names(columns: Any) -> None:
     settings = settings_for("xgboost", columns=columns)
-    with pytest.raises(SettingsError, match="columns must be a list of names other than label"):
+    with pytest.raises(SettingsError, match="columns must be a list of names without 'label'"):
         load_task(settings).find_sources(settings)
 
 

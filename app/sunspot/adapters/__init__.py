@@ -18,7 +18,7 @@ To write an adapter:
    must call `before_change` before each optimizer step, and `end_step` after each step.
 5. If a Ray trainer other than TorchTrainer must start the workers, define `find_ray_trainer`. If a task has
    `find_ray_trainer` or `library_loop`, all workers are restarted after one is lost. With any other task, the
-   remaining workers keep training, so the task's `train(run)` must take every step through `run`.
+   remaining workers keep training, which requires that the task's `train(run)` takes every step through `run`.
 6. In the class attribute `uncalled`, list the functions of a task's module that the library never calls. In the
    argument `unread` of `Task.__init__`, list the settings that the library ignores. Both are mappings from names to
    reasons.

@@ -221,7 +221,7 @@ class TrainerTask(Task):
 
 
 def silence(trainer: Trainer) -> None:
-    """Disable a Trainer's own saving, evaluation and reports, and count each step's tokens over all workers."""
+    """Disable a Trainer's own saving, evaluation and reports, and make it count tokens over all workers."""
     args = trainer.args
     args.save_strategy = SaveStrategy.NO
     args.eval_strategy = IntervalStrategy.NO

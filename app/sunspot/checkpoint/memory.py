@@ -215,7 +215,7 @@ class NodeMemory:
         self._copies = count
 
     def free_slot(self, size: int, needed: bool, device: torch.device | None = None) -> Slot | None:
-        """Return a free slot of `size` bytes. Return None if all are in use, or a slot is still being created.
+        """Return a free slot of `size` bytes, or None if all slots are in use or a slot is still being created.
 
         If `needed` is set, a missing slot is created at once, so the result is never None. If the result is None, or if
         uploads use all other slots, a slot for a later copy is created in the background (`reserve`).

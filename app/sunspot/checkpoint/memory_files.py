@@ -259,7 +259,7 @@ def room_for_copies(own: Path) -> int:
     """Return the number of bytes available for the run's copies on this node. `own` is a process's directory.
 
     This is the free space plus the space of existing copies, which new copies replace. Shared memory counts toward the
-    container's memory limit, so that limit applies too.
+    container's memory limit, so this limit applies too.
     """
     free = shutil.disk_usage(SHARED_MEMORY).free
     left = memory_left()

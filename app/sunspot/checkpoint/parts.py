@@ -15,8 +15,8 @@ Only rank 0 writes the tensors that are not sharded (buffers, the optimizer's st
 have the same shard, and each of these ranks writes some of the shard's tensors.
 
 Rank 0 looks in storage for the files that the other ranks have written. If a rank dies, no other rank waits for it in a
-collective, and the directory gets no manifest. All ranks commit the snapshots that rank 0 begins to commit
-(`CommitCoordinator` in commit.py).
+collective, and the directory gets no manifest. The other ranks only write their parts of snapshots that rank 0
+has begun to commit (`CommitCoordinator` in commit.py).
 
 Torch modules that only sharded checkpoints need are imported lazily, because importing them takes seconds.
 """

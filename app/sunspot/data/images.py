@@ -160,7 +160,7 @@ def decode_picture(content: bytes, shape: tuple[int, ...], scales: bool = False)
         raise DataError(
             f"is {height} x {width} (height x width) and {'gray' if gray else 'in color'}, but the model needs "
             f"{'gray' if shape[0] == 1 else 'color'} images of {shape[1]} x {shape[2]}, like the first training image; "
-            "convert it"
+            "convert this image"
         )
     try:
         return fit_pixels(image, *shape) if scales else to_pixels(image, shape[0])

@@ -85,8 +85,8 @@ def open_packed(
     wrong = [name for name, column in columns.items() if column.shape or column.longest or name == POSITION]
     if wrong:
         raise SettingsError(
-            f"{PREFIX}TASK={settings.task}: column {wrong[0]!r} cannot be packed; declare it without shape and "
-            f"longest, and do not name it {POSITION!r}"
+            f"{PREFIX}TASK={settings.task}: column {wrong[0]!r} cannot be packed; declare it without the "
+            f"arguments shape and longest, and do not name it {POSITION!r}"
         )
     train, test = open_table(settings, {name: replace(column, longest=length) for name, column in columns.items()})
     return _pack(train, length), _pack(test, length) if test else None

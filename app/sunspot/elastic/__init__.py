@@ -49,9 +49,9 @@ exchange of row IDs (AUDIT) always use gloo.
                                           (`outlives`), and keeps the state for that group (`abandon_group`)
  5. train.step_guard.StepGuard            decides whether the abandoned step counts. It counts if `Worker.finish_step`
                                           has accepted it, unless the GPU has cancelled it because the step's sums
-                                          were aborted. Otherwise, train.undo.StepUndo restores the state from before
-                                          the step. Under hsdp, a worker that waits for the others before its
-                                          optimizer's step asks the server whether to take this step
+                                          were aborted. If the step does not count, train.undo.StepUndo restores the
+                                          state from before the step. Under hsdp, a worker that waits for the others
+                                          before its optimizer's step asks the server whether to take this step
                                           (parallel.step_barrier.StepBarrier)
  6. train.joining.Joining                 makes the process a worker of the next group. Its methods `form`, `claim` and
                                           `build` lead to steps 7, 8 and 9
@@ -64,7 +64,7 @@ exchange of row IDs (AUDIT) always use gloo.
                                           in the group, and a received state is loaded. `continue_from` compares all
                                           ranks' parameters. If they are equal, train.build.build_worker makes the
                                           worker, and the loop takes the next step or repeats the interrupted step. If
-                                          they are not, all ranks form another group, which returns to the newest copy
+                                          they differ, all ranks form another group, which returns to the newest copy
                                           or checkpoint
 
 The receipt of the loss begins in step 1: control.ControlChannel.add_loss passes the loss to merged_incidents.Incidents.

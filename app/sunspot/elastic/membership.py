@@ -220,9 +220,10 @@ class Membership:
                 self._first_request = now
 
     def drain(self, nodes: Collection[str]) -> None:
-        """Record that nodes are draining. Later generations exclude them once members on other nodes have the state.
+        """Record that nodes are draining.
 
-        A node stays recorded after it is gone, because its connections may still be open for a moment.
+        Later generations exclude the members on these nodes once members on other nodes have the newest state. A node
+        stays recorded after it is gone, because its connections may still be open for a moment.
         """
         self._changed = self._changed or not self._draining.issuperset(nodes)
         self._draining |= frozenset(nodes)
@@ -263,7 +264,7 @@ class Membership:
 
     @property
     def leavers(self) -> list[Member]:
-        """Members that will leave the group at its next change. Members that stay also have the newest state."""
+        """Members that will leave the group at its next change. The members that stay have the newest state."""
         if not self._open:
             return []
         wanted = self._wanted()
@@ -323,7 +324,7 @@ class Membership:
     def _form(self, now: float) -> list[tuple[str, Message]]:
         """Form the next generation once all live members of the previous generation have requested it.
 
-        This includes members that have reconnected under another uid.
+        The live members include those that have reconnected under another uid.
         """
         living = self._living()
         chosen = self._choose(self._requests.keys())

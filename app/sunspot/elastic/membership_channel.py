@@ -278,7 +278,7 @@ class MembershipServer:
             start_thread(lambda: self._forget_meetings(number), "meetings")
 
     def _send(self, messages: list[tuple[str, Message]]) -> None:
-        """Send each message to the member with its uid. A message to all members is encoded once."""
+        """Send each message to the member with the given uid. A message to all members is encoded once."""
         encoded: dict[int, bytes] = {}
         for uid, message in messages:
             if uid in self._connections:
@@ -302,7 +302,7 @@ class MembershipServer:
         return Incident(Cause.JOINED, f"{plural(self._membership.newcomers, 'worker')} more", time.time())
 
     def _forget_meetings(self, newest: int) -> None:
-        """Delete the addresses that members of generations before `newest` have left in the store."""
+        """Delete the addresses that members of generations before `newest` have put into the store."""
         for key in self._store.list_keys() if hasattr(self._store, "list_keys") else ():  # new in torch 2.15
             generation = key.partition("/")[0]
             if not generation.isdecimal() or int(generation) < newest:

@@ -130,8 +130,8 @@ def first_incident(start: StartPoint) -> Incident:
 
     If the previous driver belonged to another job and was still alive, this job has taken over the run. The previous
     driver counts as alive if it wrote a status after this driver had begun. If it ran in a different place (for
-    example, in another cluster), a status from shortly before the claim is enough. A previous driver of the same job
-    counts as lost, even if its workers run for another minute.
+    example, in another cluster), it also counts as alive if it wrote a status shortly before this driver claimed the
+    run. A previous driver of the same job counts as lost, even if its workers run for another minute.
     """
     own, other = start.past.status, start.past.other
     if not start.before:

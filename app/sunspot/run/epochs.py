@@ -36,7 +36,7 @@ class EpochLayout:
     def position(self, step: int) -> int:
         """Return the number of rows that the run has consumed after a step.
 
-        An epoch's last step consumes the remaining rows. These can be fewer than in other steps, or one more.
+        An epoch's last step consumes the remaining rows. It can have fewer rows than the other steps, or one row more.
         """
         epochs, steps = divmod(step, self.steps_per_epoch)
         return epochs * self.rows + steps * self.batch

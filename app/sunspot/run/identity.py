@@ -117,10 +117,10 @@ def refuse_changes(run: Run, changed: list[str]) -> None:
     if changed:
         lines = "\n".join(f"  {line}" for line in changed)
         raise ConflictError(
-            f"{run.location} was started with other settings, and continuing would mix two runs:\n{lines}\n"
-            "the run cannot continue with other data, mixture weights, seeds or batch sizes, or with a different task; "
-            "restore the settings, or choose another SUNSPOT_RUN_NAME (the new run can begin with this model: "
-            f"SUNSPOT_INIT_FROM=run:{run.name})"
+            f"{run.location} was started with different settings:\n{lines}\n"
+            "Continuing would mix two runs: a run cannot continue with a different task, or with different data, "
+            "mixture weights, seeds or batch sizes. Restore the settings, or choose another SUNSPOT_RUN_NAME (the new "
+            f"run can begin with this run's model: SUNSPOT_INIT_FROM=run:{run.name})"
         )
 
 

@@ -134,7 +134,8 @@ class RunSeen:
 def look(run: Run) -> RunSeen:
     """Return a run as seen in storage. Raises `StorageError`.
 
-    If the status is recent, this takes a small listing, a read, and three checks for requests.
+    If the status is recent, this takes a small listing, a read, and a check for each of three requests: to stop, delete
+    or scale the run.
     """
     status, stop_wanted, deleting = read_in_parallel(
         lambda: _refreshed(run, read_status(run)),
@@ -174,7 +175,7 @@ def read_listed(storage: Storage, listed: Mapping[str, RunSummary]) -> list[RunS
 
 
 def _refreshed(run: Run, status: Status | None) -> Status | None:
-    """Return `status`, or a newly read status if the run seems silent, because an NFS client can lag by a minute."""
+    """Return `status`, or a newly read status if the run seems silent. An NFS client can lag by a minute."""
     silent = status and not status.state.terminal and time.time() - status.seen > SILENT_AFTER_S
     if silent and not run.storage.is_bucket:
         with contextlib.suppress(StorageError):  # this user might not have write access

@@ -92,8 +92,8 @@ def count_by_source(weights: Sequence[int], rows: Number) -> list[Number]:
     """Return how many of a mixture's first `rows` rows come from each source. `rows` can be an array of int64.
 
     The first source takes its share of the rows, rounded down, and the others share the remaining rows in the same way.
-    Each row therefore comes from exactly one source. Each count differs from its exact share by less than the number of
-    sources. The sequence of sources repeats after `sum(weights)` rows.
+    If `rows` grows by one, exactly one count grows, so each row comes from exactly one source. Each count differs from
+    its exact share by less than the number of sources. The sequence of sources repeats after `sum(weights)` rows.
     """
     total = sum(weights)
     cycles = rows // total

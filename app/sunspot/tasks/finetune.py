@@ -243,8 +243,8 @@ def read_arguments(settings: Settings) -> Arguments:
         names = dict.fromkeys(str(problem["loc"][0]) for problem in error.errors())
         wrong = ", ".join(f"{name}={settings.task_args[name]!r}" for name in names)
         raise SettingsError(
-            f"{PREFIX}TASK_ARGS: {wrong}; sunspot.tasks.finetune takes base and column (text), head (text or classes), "
-            "context (at least 2), rank and alpha (at least 0), and targets (all-linear or a list)"
+            f"{PREFIX}TASK_ARGS: {wrong}; sunspot.tasks.finetune takes base and column (strings), head (text or "
+            "classes), context (at least 2), rank and alpha (at least 0), and targets (all-linear or a list)"
         ) from error
     return given.model_copy(update={"alpha": given.alpha or 2 * given.rank})
 

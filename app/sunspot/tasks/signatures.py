@@ -39,8 +39,8 @@ OTHER_BUILDERS = re.compile("^(make|create|get|configure)_")
 def find_misspelled(task: Task, read: Iterable[str]) -> Iterator[str]:
     """Yield a warning for each function of a task's module that looks like a misspelled optional function.
 
-    Only public functions that the module defines but never mentions again are considered, so helper functions can have
-    any name. `read` contains the names of other functions that Sunspot looks for.
+    Helper functions can have any name, because only public functions that the module defines but never mentions again
+    are considered. `read` contains the names of functions that Sunspot looks for in addition to FUNCTIONS.
     """
     module = task.module
     try:

@@ -1,8 +1,8 @@
 """Trains gradient-boosted trees, one round per epoch.
 
-Example: SUNSPOT_TASK_ARGS={"library": "lightgbm", "num_leaves": 31}. Each row is an image, or the numbers in `columns`.
-With `columns`, `label` is a class if `classes` is true, and otherwise a number. All other arguments are passed to the
-library.
+Example: SUNSPOT_TASK_ARGS={"library": "lightgbm", "num_leaves": 31}. Each row is an image. If `columns`
+is set, each row consists of the numbers in these columns of a table instead, and the column `label` contains a class if
+`classes` is true, or else a number. All other arguments are passed to the library.
 """
 
 from sunspot.data.columns import Column
@@ -22,7 +22,7 @@ def find_sources(settings: Settings) -> tuple[Source, Source | None]:
     if not columns:
         return find_images(settings)
     if not (isinstance(columns, list) and all(isinstance(name, str) for name in columns)) or "label" in columns:
-        raise SettingsError(f"SUNSPOT_TASK_ARGS: columns must be a list of names other than label, not {columns}")
+        raise SettingsError(f"SUNSPOT_TASK_ARGS: columns must be a list of names without 'label', but it is {columns}")
     label = {"label": Column("int64") if classes else Column()}
     return open_table(settings, {name: Column() for name in columns} | label)
 

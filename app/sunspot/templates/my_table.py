@@ -1,4 +1,4 @@
-"""Classifies table rows by their numeric columns, each divided by its typical size."""
+"""Classifies table rows by their numeric columns. Each column is divided by its typical value."""
 
 import torch
 from torch import nn
@@ -8,7 +8,7 @@ from sunspot.data.columns import Column
 from sunspot.data.table import open_table
 
 COLUMNS = {"length_cm": 20.0, "weight_g": 200.0}
-"""The columns that the model reads, with their typical sizes."""
+"""The columns that the model reads, with their typical values."""
 
 
 def find_sources(settings):

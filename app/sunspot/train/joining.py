@@ -1,4 +1,7 @@
-"""Makes a process a worker of the run. The process joins a group, claims the run with it, and builds its model."""
+"""Makes a process a worker of the run.
+
+The process joins a group, claims the run together with the rest of the group, and builds its own model.
+"""
 
 import os
 import socket
@@ -284,7 +287,7 @@ def open_memory(run: Run, settings: Settings, place: WorkerPlace, survivor: Surv
 
 
 def record_end(error: Exception, setup: WorkerSetup) -> None:
-    """Record the error that ends this worker, unless another process owns the run or this replacement ends alone.
+    """Record the error that ends this worker, unless another process owns the run or this process ends alone.
 
     An error that no retry can fix is sent through the control channel, because storage itself may have failed. It is
     also written to storage, where the job's next driver finds it.

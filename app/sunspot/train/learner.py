@@ -37,7 +37,10 @@ class Loader(Protocol):
     "Row IDs of the newest batch of `train` in main memory, int64 [B], or None if only the batch itself has them."
 
     def train(self, epoch: int, first: int, last: int) -> Iterator[Batch]:
-        """Yield this worker's rows for each step from `first` to `last` - 1 of an epoch. A step may have no rows."""
+        """Yield this worker's rows for each step from `first` to `last` - 1 of an epoch.
+
+        The worker may have no rows in a step.
+        """
         ...
 
     def test(self, batch_size: int) -> Iterator[Batch]:

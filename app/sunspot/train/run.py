@@ -250,7 +250,7 @@ class TrainingRun:
         self.stopped = self._worker.finish_step(step)
 
     def close(self) -> None:
-        """Restore the model and the optimizers, because this process may continue in another group."""
+        """Undo the changes of `prepare_model`, because this process may use the model in another group."""
         self._finite.set(False)
         release(self.model)
         for hook in self._hooks:

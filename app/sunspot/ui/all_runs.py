@@ -140,7 +140,7 @@ class Curve:
         return seen.last_active != self._active and not waits
 
     def refresh(self, seen: RunSeen) -> None:
-        """Read the new part of the curve, the incidents and the cost.
+        """Read the new part of the curve, and read the incidents and the cost again.
 
         Raises `StorageError` if storage fails, and `DamageError` if an object is damaged.
         """
@@ -203,7 +203,7 @@ def _choose_places(segments: Sequence[Segment]) -> list[tuple[Entry, int]]:
 
 
 def _read_lines(storage: Storage, entry: Entry, begin: int) -> list[bytes]:
-    """Return the complete lines in a window of the history, which begins at offset `begin`."""
+    """Return the complete lines in the window that begins at offset `begin` of an object of the history."""
     with storage.open(entry.key, max(0, begin - 1)) as stream:  # including the previous newline
         lines = stream.read(WINDOW + 1).split(b"\n")
     return lines[1 if begin else 0 : -1]

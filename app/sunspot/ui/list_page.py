@@ -1,4 +1,4 @@
-"""The page that lists all runs and their states, or only those that match a query."""
+"""The page that lists all runs, or only the runs that match a query, with their states."""
 
 import time
 from collections import Counter

@@ -214,7 +214,7 @@ def is_ready(node: Mapping[str, Any]) -> bool:
 
 
 def mark_lost_pods(pods: Pods, nodes: Nodes) -> tuple[PodView, ...]:
-    """Mark pods as not ready if their nodes are gone or not ready, because Kubernetes still reports them as Running.
+    """Mark pods as not ready if their nodes are gone or not ready. Kubernetes still reports these pods as Running.
 
     `nodes` are all nodes of the cluster. If `nodes` is empty, no pods are marked.
     """

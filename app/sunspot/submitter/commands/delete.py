@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> None:
     if others:
         fix = "remove it there first, because otherwise it is recreated, and the run starts from the beginning"
         names = ", ".join(others)
-        warn(f"`sunspot submit` did not create {names}; if such a RayJob is defined in a GitOps repository, {fix}")
+        warn(f"`sunspot submit` did not create the RayJob {names}; if it is defined in a GitOps repository, {fix}")
     if not args.yes:
         if args.json:
             print_json(_record(contents, contents, removed=False))

@@ -1,4 +1,4 @@
-"""Warns if a run's pods cannot access its storage, because the storage is in a different cloud than the nodes."""
+"""Warns if a run's pods cannot access its storage because the storage is in a different cloud than the nodes."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

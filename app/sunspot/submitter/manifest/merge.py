@@ -148,14 +148,15 @@ JOB_RULES = Rules(
 
 
 def merge_pod(template: dict[str, Any], pod: Mapping[str, Any], name: str) -> list[str]:
-    """Merge `pod` into the template in place, and return the problems. `name` is the path's prefix (`worker.pod`)."""
+    """Merge `pod` into the template in place, and return the problems, which begin with `name` (`worker.pod`)."""
     return merge(template, pod, POD_RULES, name)
 
 
 def merge_job(job: dict[str, Any], patch: Mapping[str, Any]) -> list[str]:
     """Merge `patch` into the RayJob in place, and return the problems.
 
-    Ignores RayCluster fields if the job runs in an existing cluster, and autoscaler options if it has no autoscaler.
+    Ignores RayCluster fields if the job runs in an existing cluster, and autoscaler options if the job's own cluster
+    has no autoscaler.
     """
     spec = dict(patch.get("spec") or {})
     cluster = job["spec"].get("rayClusterSpec", {})
@@ -174,7 +175,7 @@ def merge_job(job: dict[str, Any], patch: Mapping[str, Any]) -> list[str]:
 
 
 def merge(under: dict[str, Any], over: Mapping[str, Any], rules: Rules, name: str) -> list[str]:
-    """Merge `over` into `under` in place, and return the problems. `name` is the path's prefix (`worker.pod`)."""
+    """Merge `over` into `under` in place, and return the problems, which begin with `name` (`worker.pod`)."""
     return [f"{name}.{problem}" for problem in _merge(under, over, "", rules)]
 
 
