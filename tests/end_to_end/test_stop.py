@@ -127,7 +127,7 @@ def test_worker_output_is_stored(program: Program, make_data: Callable[..., str]
 
 
 @pytest.mark.slow
-def test_deleting_a_run_ends_its_training_and_leaves_no_files(program: Program, make_data: Callable[..., str]) -> None:
+def test_a_deleted_run_stops_training_and_leaves_no_files(program: Program, make_data: Callable[..., str]) -> None:
     run = the_run(program)
 
     def files() -> set[str]:

@@ -225,7 +225,7 @@ def test_unreadable_manifests_and_missing_models_are_reported_as_damage(copied_r
             Classifier(str(directory))
 
 
-def test_the_error_for_a_task_without_predict_includes_the_name_of_the_task(copied_run: FinishedRun) -> None:
+def test_the_error_for_a_task_without_a_predict_function_includes_the_name_of_the_task(copied_run: FinishedRun) -> None:
     newest = copied_run.newest
     extra = load_state(copied_run.run, newest, "extra_state.pt")
     extra["settings"]["SUNSPOT_TASK"] = "tests.tasks.batch_norm"

@@ -373,7 +373,7 @@ def test_a_committed_checkpoint_whose_parts_lack_values_is_skipped(copied: Run) 
     assert find_gaps(copied, final) == ["the indexes of the parts cannot be read: NotFoundError"]
 
 
-def test_small_adjacent_pieces_are_read_together(set_constants: SetConstants) -> None:
+def test_small_adjacent_pieces_of_a_checkpoint_are_read_together(set_constants: SetConstants) -> None:
     set_constants(sunspot.checkpoint.pieces, REQUEST_BYTES=100, CHUNK=10)
 
     def at(file: str, begin: int, size: int) -> Piece:
@@ -543,7 +543,7 @@ def test_the_commit_waits_for_a_late_shard_and_each_shard_is_written_once(
     assert sorted(written) == [0, 1]
 
 
-def test_find_blocks_yields_the_large_submodules_of_containers() -> None:
+def test_the_large_submodules_of_containers_are_found_as_blocks() -> None:
     model = gpt.build_model(settings_of(**FSDP), SimpleNamespace(classes=256))
     assert list(find_blocks(model)) == list(model.blocks)
     small = nn.Sequential(nn.Linear(10, 10), nn.Sequential(nn.Linear(200, 200), nn.Linear(10, 10)))
@@ -651,7 +651,7 @@ def test_a_killed_fsdp_run_continues_at_a_different_world_size_and_matches_a_ddp
 
 
 @pytest.mark.slow
-def test_a_lost_node_costs_only_the_steps_since_the_last_in_memory_copies(
+def test_a_lost_node_costs_only_the_steps_since_the_last_copies_in_memory(
     program: Program, ray_address: str, tmp_path: Path
 ) -> None:
     text = tmp_path / "text"

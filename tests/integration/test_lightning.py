@@ -259,7 +259,7 @@ def log_value(set_constants: SetConstants) -> Callable[..., Any]:
     return LogCapture()
 
 
-def test_self_log_rejects_a_reserved_name(log_value: Callable[..., Any]) -> None:
+def test_the_log_method_of_a_lightning_module_rejects_a_reserved_name(log_value: Callable[..., Any]) -> None:
     for name in ("train_step", "rows", "val_time", "learning_rate", ""):
         with pytest.raises(SettingsError, match=rf"self.log\('{name}'\) records a metric with the name"):
             log_value(name, 1.0)

@@ -19,7 +19,7 @@ from tests.harness import REPOSITORY
 from tests.harness.constants import SetConstants
 
 
-def test_two_pods_connect_and_time_an_all_reduce(tmp_path: Path) -> None:
+def test_two_pods_connect_and_measure_the_duration_of_an_all_reduce(tmp_path: Path) -> None:
     """`sunspot doctor` starts the same processes in pods."""
     environment = {**os.environ, "SUNSPOT_STORAGE_PATH": str(tmp_path / "runs")}
     command = [sys.executable, "-m", "sunspot.train.pod_probe", "--meeting", "here"]

@@ -53,7 +53,7 @@ def test_a_task_with_an_unexpected_error_is_logged_and_retried(caplog: pytest.Lo
     assert "Too many open files" in str(logged.exc_info[1])
 
 
-def test_map_parallel_uses_the_thread_of_the_caller_if_only_one_item_runs_at_a_time() -> None:
+def test_parallel_calls_use_the_thread_of_the_caller_if_only_one_call_runs_at_a_time() -> None:
     """A task's own function to decode values may depend on its thread."""
     assert set(map_parallel(lambda _: threading.get_ident(), range(3), at_once=1)) == {threading.get_ident()}
     assert threading.get_ident() not in map_parallel(lambda _: threading.get_ident(), range(3), at_once=2)

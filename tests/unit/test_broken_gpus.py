@@ -113,7 +113,7 @@ def test_a_node_with_a_newly_broken_gpu_is_excluded_from_the_next_group(
     assert cluster.done == [("forget_group",), (A,)], "a drain of a group's node would be a notice"
 
 
-def test_the_remaining_group_still_gets_preemption_notices_after_a_node_is_excluded(
+def test_a_group_that_continues_after_a_node_is_excluded_still_gets_preemption_notices(
     cluster: Cluster, training: BrokenInTraining
 ) -> None:
     """The supervisor passes notices only to the group that the control channel knows."""

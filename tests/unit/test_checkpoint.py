@@ -259,7 +259,7 @@ class Positive(torch.nn.Linear):
         return super().forward(rows)
 
 
-def test_weights_changed_through_their_data_attribute_in_a_forward_pass_are_copied_immediately(run: Run) -> None:
+def test_weights_that_a_forward_pass_changes_through_their_data_attribute_are_copied_immediately(run: Run) -> None:
     trainee = Trainee(run, model=Positive(40, 40))
     trainee.train(2)
     assert trainee.checkpoints._optimizer_only.ids == {id(trainee.model.bias)}

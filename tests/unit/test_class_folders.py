@@ -126,7 +126,7 @@ def test_errors_about_class_folders_include_the_fix(tmp_path: Path, files: list[
 @pytest.mark.parametrize(
     ("train", "test"), [("train", "test"), ("Train", "TEST"), ("training", "testing"), ("Training", "test")]
 )
-def test_train_and_test_folders_are_matched_case_insensitively(tmp_path: Path, train: str, test: str) -> None:
+def test_folders_named_train_and_test_are_matched_case_insensitively(tmp_path: Path, train: str, test: str) -> None:
     location = put_files(tmp_path, f"{train}/cat/a.png", f"{train}/dog/a.png", f"{test}/cat/a.png")
     rows, held_out = open_rows(location)
     assert held_out

@@ -87,7 +87,7 @@ main()
 
 
 @pytest.mark.parametrize("words", [["list"], ["--help"]])
-def test_on_windows_the_error_points_to_wsl(words: list[str]) -> None:
+def test_commands_fail_on_windows_with_advice_to_use_wsl(words: list[str]) -> None:
     answer = process(*words, program=WINDOWS)
     said = "error: sunspot needs Linux or macOS, and this is Windows; use WSL (`wsl --install`)\n"
     assert (answer.code, answer.out, answer.err) == (2, "", said)
@@ -123,7 +123,7 @@ def test_help_and_usage_errors_import_no_heavy_library(words: list[str]) -> None
     assert not imported_by(*words, code=0 if "--help" in words else 2) & {*HEAVY, "torch", "ray", "numpy"}
 
 
-def test_help_imports_no_modules_that_only_errors_need() -> None:
+def test_help_imports_no_modules_that_are_needed_only_for_errors() -> None:
     assert not imported_by("--help", code=0) & {"difflib", "logging", "traceback", "urllib"}
 
 
@@ -162,7 +162,7 @@ def test_an_unknown_command_or_argument_is_reported_with_a_suggestion(
     assert (ended.value.code, *capsys.readouterr()) == (2, "", f"error: {said}\n")
 
 
-def test_cluster_commands_accept_a_context_and_all_commands_accept_storage_and_json(
+def test_cluster_commands_accept_the_context_option_and_all_commands_accept_the_storage_and_json_options(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     parser = make_parser()

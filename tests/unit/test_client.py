@@ -172,7 +172,7 @@ def test_a_run_can_be_resumed_and_deleted_from_python(run: StoredRun) -> None:
         found.delete()
 
 
-def test_a_missing_run_raises_not_found(run: StoredRun) -> None:
+def test_a_missing_run_raises_a_not_found_error(run: StoredRun) -> None:
     begin(run)
     missing = Run("rum", run.storage.locate(""))
     calls = [call for name, call in vars(Run).items() if name not in ("predict", "delete") and not name.startswith("_")]

@@ -115,7 +115,7 @@ def test_an_object_replaced_after_its_listing_is_not_deleted(cloud: Cloud) -> No
 
 
 @pytest.mark.parametrize("fault", [s3.reset, s3.carry_out_then_reset, s3.stall, s3.answer(503, "ServerBusy")])
-def test_a_failed_upload_of_a_part_is_repeated(cloud: Cloud, fault: s3.Fault) -> None:
+def test_a_failed_part_upload_is_retried(cloud: Cloud, fault: s3.Fault) -> None:
     content = pattern(5 * MIB + 1) if cloud.part == MIB else pattern(2 * cloud.part + 1)
     cloud.proxy.on(cloud.is_part, fault, times=1)
     writer = write(cloud.storage, content)

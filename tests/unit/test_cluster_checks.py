@@ -551,7 +551,7 @@ def test_slow_storage_and_clock_skew_cause_warnings(
     assert found["clock"].seen in [f"{clocks} differ by {apart} s" for apart in (99, 100, 101)]
 
 
-def test_storage_in_a_directory_is_also_checked(tmp_path: Path) -> None:
+def test_storage_in_a_directory_is_checked(tmp_path: Path) -> None:
     found = {check.check: check for check in probe_storage(LocalStorage(str(tmp_path)))}
     assert {check.result for check in found.values()} == {Result.OK}
     assert set(found) == {"storage access", "storage latency", "clock", "storage throughput"}

@@ -27,7 +27,7 @@ from sunspot.submitter.commands.completion import SCRIPTS, find_candidates
         ("sunspot no-verb ", [verb for verb in VERBS if " " not in verb]),
     ],
 )
-def test_completions_include_subcommands_options_and_run_names(
+def test_completions_include_subcommands_and_options_and_run_names(
     line: str, offered: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("runs/mnist", "runs/digits", "runs/m;touch x", "runs/m$(id)", "other/mine"):

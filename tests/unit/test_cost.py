@@ -181,7 +181,9 @@ def test_costs_are_summed_by_label(sunspot: StorageCommand) -> None:
     assert [line.split()[0] for line in lines] == ["team", "text", "vision", "without", "all"]
 
 
-def test_status_events_and_report_show_the_cost_of_a_run(sunspot: StorageCommand) -> None:
+def test_the_status_command_and_the_events_command_and_the_report_show_the_cost_of_a_run(
+    sunspot: StorageCommand,
+) -> None:
     status = sunspot("status", "words", "--json").json
     assert {key: status["cost"][key] for key in WORDS} == pytest.approx(WORDS)
     assert "labels:     team=text" in sunspot("status", "words").out
@@ -194,7 +196,7 @@ def test_status_events_and_report_show_the_cost_of_a_run(sunspot: StorageCommand
     assert f"Cost: {line}." in page
 
 
-def test_cost_fails_if_storage_contains_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_cost_command_fails_if_storage_contains_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answer = StorageCommand(str(tmp_path), capsys)("cost")
     assert (answer.code, answer.err) == (3, f"error: no run in {tmp_path}\n")
 

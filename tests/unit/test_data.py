@@ -185,7 +185,7 @@ def test_row_ids_follow_the_order_of_paths_and_rows(tmp_path):
     assert source.where(3, 0) == f"{tmp_path}/b/0.parquet, row 2"
 
 
-def test_the_fingerprint_depends_on_file_names_row_groups_and_shape(tmp_path):
+def test_the_fingerprint_depends_on_file_names_and_row_groups_and_the_shape(tmp_path):
     def fingerprint(folder: str, name: str = "a.parquet", rows: int = 4, size: int = 4, group: int = 2) -> str:
         shutil.rmtree(tmp_path / folder, ignore_errors=True)
         images = tensors(random_images(rows, size, 4, seed=rows))
@@ -395,7 +395,7 @@ def folders(path: Path, **labels: list[int]) -> str:
     return str(path)
 
 
-def test_train_and_test_folders_become_training_and_held_out_rows(tmp_path):
+def test_folders_named_train_and_test_become_training_and_held_out_rows(tmp_path):
     both = folders(tmp_path / "both", train=[0, 1, 2], test=[1, 2])
     train, test = find_sources(Settings(dataset=both))
     assert test

@@ -66,7 +66,7 @@ def in_bucket(bucket_run: Run, capsys: pytest.CaptureFixture[str]) -> Command:
 # ---------------------------------------------------------------------------------------------------- what it asks for
 
 
-def test_delete_without_confirmation_removes_nothing_and_exits_with_code_2(
+def test_deleting_without_confirmation_removes_nothing_and_exits_with_code_2(
     sunspot: Command, run: Run, cluster: FakeCluster
 ) -> None:
     fill(run)
@@ -106,7 +106,7 @@ def test_delete_asks_for_confirmation_on_a_terminal(
     assert ("nothing was removed" in sunspot.out) is not removed
 
 
-def test_deleting_an_unknown_run_fails(sunspot: Command, run: Run, cluster: FakeCluster) -> None:
+def test_an_unknown_run_cannot_be_deleted(sunspot: Command, run: Run, cluster: FakeCluster) -> None:
     assert sunspot("delete", "run", "--yes") == 3
     assert "no run run in" in sunspot.err
     run.storage.write("run/train/part.parquet", b"a dataset")
@@ -157,7 +157,7 @@ def test_delete_removes_the_whole_run_and_nothing_else(
     assert in_bucket("delete", "run", "--yes") == 3
 
 
-def test_deleting_a_local_run_leaves_no_folder(sunspot: Command, run: Run) -> None:
+def test_a_deleted_local_run_leaves_no_folder(sunspot: Command, run: Run) -> None:
     fill(run)
     fill(open_run(run.storage.locate(""), "run-2"))
     assert isinstance(run.storage, LocalStorage)
@@ -212,7 +212,7 @@ def test_deleting_a_search_keeps_and_lists_its_trials(sunspot: Command, run: Run
     assert all(map(files_of, trials))
 
 
-def test_the_rayjob_of_a_same_named_run_in_another_bucket_is_kept(
+def test_the_rayjob_of_a_run_with_the_same_name_in_another_bucket_is_kept(
     sunspot: Command, run: Run, cluster: FakeCluster
 ) -> None:
     fill(run)

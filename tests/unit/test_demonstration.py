@@ -145,7 +145,7 @@ def test_a_demonstration_deletes_the_run_of_an_earlier_demonstration(run: Run) -
         ([], RunState.FAILED, "was not created by `sunspot demo`"),
     ],
 )
-def test_a_demonstration_never_deletes_other_runs_or_live_runs(
+def test_a_demonstration_never_deletes_live_runs_or_runs_that_no_demonstration_created(
     owners: list[str], state: RunState, said: str, run: Run
 ) -> None:
     for owner in owners:

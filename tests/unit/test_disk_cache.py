@@ -89,7 +89,7 @@ def read_epoch(url: str, proxy: FaultProxy) -> Reads:
     return Reads(everything(train)["label"].tolist(), len(proxy.seen("GetObject")) - before)
 
 
-def test_an_epoch_after_the_first_reads_nothing_from_the_bucket(
+def test_only_the_first_epoch_reads_unchanged_files_from_the_bucket(
     s3_bucket: str, s3_proxy: FaultProxy, cache_folder: Path
 ) -> None:
     url = f"s3://{s3_bucket}"

@@ -44,7 +44,7 @@ def test_generated_pages_are_up_to_date(page: tuple[Path, str]) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_files_modules_and_functions_named_in_the_docs_exist(page: Path) -> None:
+def test_files_and_modules_and_functions_named_in_the_docs_exist(page: Path) -> None:
     text = page.read_text()
     for name in re.findall(rf"`((?:{'|'.join(TREES)})/[\w./-]*)`", text):
         assert (REPOSITORY / name).exists(), name

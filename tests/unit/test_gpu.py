@@ -102,7 +102,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, build: dict[str, Any], **driver: An
         ({"cuda": None, "hip": "7.0"}, {}, ""),
     ],
 )
-def test_find_gpu_problem_explains_why_torch_finds_no_gpu(
+def test_the_reason_why_torch_finds_no_gpu_is_explained(
     monkeypatch: pytest.MonkeyPatch, build: dict[str, Any], driver: dict[str, int], told: str
 ) -> None:
     pretend(monkeypatch, build, **driver)

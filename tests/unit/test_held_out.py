@@ -133,7 +133,7 @@ def test_held_out_rows_of_files_are_evaluated(tmp_path: Path, loader: str) -> No
     )
 
 
-def test_held_out_rows_of_a_dataset_take_precedence_over_test_share() -> None:
+def test_held_out_rows_of_a_dataset_take_precedence_over_the_test_share() -> None:
     settings = load_settings({"TEST_SHARE": "0.5"})
     plan = make_plan(settings, load_task(settings))
     assert plan.reasons[0].endswith("2000 held-out rows (from the data; SUNSPOT_TEST_SHARE=0.5 has no effect)")

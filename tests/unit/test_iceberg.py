@@ -88,7 +88,7 @@ def write_again(table: Path) -> None:
         (lambda table: (table / "metadata" / "12-m0.avro").unlink(), ["12-m0.avro was not found"]),
     ],
 )
-def test_an_iceberg_table_that_is_damaged_or_needs_more_than_parquet_files_is_rejected(
+def test_damaged_or_unsupported_iceberg_tables_are_rejected(
     change: Callable[[Path], object], faults: list[str], tmp_path: Path
 ) -> None:
     table = tmp_path / "table"

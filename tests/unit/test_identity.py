@@ -81,7 +81,9 @@ def test_the_row_order_of_a_plan_depends_on_the_shuffling_library(loader: str, m
     assert other.order != found.order
 
 
-def test_the_row_order_checksum_depends_on_seed_groups_and_shuffle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_row_order_checksum_depends_on_the_seed_and_the_row_groups_and_the_shuffle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     groups = (WINDOW_ROWS // 2,) * 8
     base = run_order("ray", groups, 0)
     others = [run_order("ray", groups, 1), run_order("ray", groups[:-1], 0), run_order("torch", groups, 0)]

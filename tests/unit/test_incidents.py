@@ -240,7 +240,9 @@ def test_workers_are_not_counted_twice_despite_clock_skew() -> None:
         *("the first is missing", "a checkpoint without a receipt", "the newest is missing"),
     ],
 )
-def test_find_gaps_reports_missing_receipts(chain: dict[int, int], stepped: list[int], missing: list[int]) -> None:
+def test_attempts_that_took_steps_without_a_receipt_are_reported(
+    chain: dict[int, int], stepped: list[int], missing: list[int]
+) -> None:
     receipts = [receipt(number, 0, 1, since=since) for number, since in chain.items()]
     expected = [f"attempt {number} took steps, but has no receipt" for number in missing]
     assert find_gaps(receipts, stepped) == expected

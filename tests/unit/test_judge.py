@@ -509,7 +509,7 @@ def test_in_survivor_mode_only_the_worker_that_ran_out_of_memory_is_replaced(con
 
 
 @pytest.mark.parametrize("survivor_mode", [False, True])
-def test_running_out_of_memory_repeatedly_ends_the_run_despite_new_checkpoints(
+def test_repeated_out_of_memory_errors_end_the_run_despite_new_checkpoints(
     survivor_mode: bool, control: Control
 ) -> None:
     now = [1000.0]
@@ -574,7 +574,7 @@ def test_the_control_channel_reports_a_group_until_the_group_fails() -> None:
     assert not control.has_group()
 
 
-def test_running_out_of_memory_occasionally_never_ends_the_run(control: Control) -> None:
+def test_occasional_out_of_memory_errors_never_end_the_run(control: Control) -> None:
     now = [1000.0]
     judge = FailureJudge(control, 1, clock=lambda: now[0])
     for step in range(10, 100, 10):

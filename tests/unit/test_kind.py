@@ -48,7 +48,7 @@ def kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kind:
     return run
 
 
-def test_kind_up_creates_a_cluster_with_the_operator_and_a_bucket_and_the_image(
+def test_the_kind_script_creates_a_cluster_with_the_operator_and_a_bucket_and_the_image(
     kind: Kind, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls = kind("up", "--image", "sunspot:1")
@@ -67,7 +67,7 @@ def test_kind_up_creates_a_cluster_with_the_operator_and_a_bucket_and_the_image(
     assert "make submit PROFILE=kind RUN=digits IMAGE=sunspot:1\n" in out
 
 
-def test_kind_up_reuses_an_existing_cluster(kind: Kind) -> None:
+def test_the_kind_script_reuses_an_existing_cluster(kind: Kind) -> None:
     calls = kind("up", "--image", "sunspot:1", clusters="sunspot", fails="docker image inspect")
     assert "make image HEAD=1 PLATFORM= IMAGE=sunspot:1" in calls
     assert not [call for call in calls if call.startswith("kind create")]

@@ -35,5 +35,5 @@ def test_good_style_has_no_faults(code: str) -> None:
     assert list(find_faults(code, is_python=True)) == []
 
 
-def test_phrases_are_also_found_in_markdown() -> None:
+def test_a_style_fault_in_markdown_is_reported() -> None:
     assert list(find_faults("# Title\n\nServed by HTTP.\n", is_python=False)) == [(3, '"by HTTP": write over HTTP')]

@@ -244,7 +244,7 @@ def test_a_scheduler_starts_from_the_rate_set_by_its_constructor() -> None:
     assert rates.at(7, STEPS)[1]["lr"] == pytest.approx(expected[7][1]["lr"]) == pytest.approx(0.5 * 0.9**7)
 
 
-def test_a_scheduler_continues_from_the_step_to_which_build_scheduler_advanced_it() -> None:
+def test_a_scheduler_continues_from_the_step_to_which_the_task_advanced_it() -> None:
     def build_scheduler(optimizer: Any, settings: Settings, total_steps: int) -> Any:
         scheduler = ExponentialLR(optimizer, 0.9)
         optimizer.step()
@@ -350,7 +350,7 @@ def test_an_optimizer_that_already_has_a_scheduler_is_rejected() -> None:
     ("library", "why"),
     [("build_keras", "Keras model has"), ("build_trainer", "its Trainer"), ("build_trees", "trees")],
 )
-def test_build_scheduler_is_rejected_if_the_library_has_its_own_scheduler(
+def test_a_build_scheduler_function_is_rejected_if_the_library_has_its_own_scheduler(
     library: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / f"mine_{library}.py").write_text(f"def {library}(*_): ...\ndef build_scheduler(*_): ...\n")

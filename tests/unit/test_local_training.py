@@ -150,7 +150,7 @@ def test_training_that_fails_to_start_still_prints_json(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_training_that_is_stopped_saves_before_it_prints_json(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_stopped_run_saves_before_the_command_prints_json(number: signal.Signals, tmp_path: Path) -> None:
     told = f"""import signal, time
 def save(*_):
     time.sleep(1)

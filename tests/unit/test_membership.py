@@ -503,11 +503,11 @@ def bring_back_a_stale_process(machine: Decisions) -> None:
     machine.teardown()
 
 
-def test_a_group_finds_in_memory_copies_even_if_a_member_has_an_older_state() -> None:
+def test_a_group_finds_the_copies_in_memory_even_if_a_member_has_an_older_state() -> None:
     bring_back_a_stale_process(Decisions())
 
 
-def test_the_model_checker_detects_an_older_state_that_hides_the_in_memory_copies() -> None:
+def test_the_model_checker_detects_an_older_state_that_hides_the_copies_in_memory() -> None:
     with pytest.raises(AssertionError, match="a newer in-memory copy is skipped"):
         bring_back_a_stale_process(CopiesHidden())
 

@@ -60,7 +60,7 @@ def test_only_the_cause_of_an_incident_is_replaced_by_later_reports() -> None:
     assert incidents.current() == Incident(Cause.NODE_LOST, "node b", 1.0, "rank 1: died", 3.0, 5.0)
 
 
-def test_the_end_of_a_group_that_took_no_step_is_added_to_the_previous_incident() -> None:
+def test_the_loss_of_a_group_that_took_no_step_is_added_to_the_previous_incident() -> None:
     incidents = Incidents()
     incidents.observe(report(Cause.PREEMPTED, 1.0))
     incidents.begin_group()

@@ -56,7 +56,7 @@ mixtures = st.lists(st.tuples(st.integers(1, 99), st.integers(1, 40)), min_size=
         ("/data/a,b", []),
     ],
 )
-def test_weights_follow_the_last_colon_of_each_source(dataset: str, expected: list[tuple[str, int]]) -> None:
+def test_the_weight_of_each_source_follows_its_last_colon(dataset: str, expected: list[tuple[str, int]]) -> None:
     assert [
         (each.location, each.weight) for each in parse_mixture(load_settings({"DATASET": dataset}).dataset)
     ] == expected
@@ -391,7 +391,7 @@ def test_sources_of_a_mixture_need_the_same_classes(tmp_path: Path) -> None:
         open_rows_of_task(other, load_task(other))
 
 
-def test_a_source_can_lack_numeric_classes(tmp_path: Path) -> None:
+def test_a_source_can_lack_some_numeric_classes(tmp_path: Path) -> None:
     paths = [
         write_images(tmp_path / name, labels) for name, labels in (("a.parquet", [0, 1, 2]), ("b.parquet", [0, 1]))
     ]

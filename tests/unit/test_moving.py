@@ -437,7 +437,7 @@ def test_a_run_that_is_already_in_the_chosen_place_does_not_move(
     assert jobs(clusters) == {"east": 1, "west": 0}
 
 
-def test_moving_a_run_that_does_not_train_submits_it_in_the_new_place(
+def test_a_run_that_does_not_train_is_moved_by_submitting_it_in_the_new_place(
     clusters: dict[str, FakeCluster], sunspot: Command, profile: str
 ) -> None:
     assert submit(sunspot, profile, "--place", "east") == 0, sunspot.err

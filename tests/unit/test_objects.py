@@ -92,7 +92,7 @@ def test_reading_an_oversized_object_raises_an_error(run: Run) -> None:
 
 
 @given(st.dictionaries(st.text(), st.floats() | st.integers() | st.text() | st.none() | st.booleans()))
-def test_parsing_a_record_that_does_not_match_its_checksum_raises_damage_error(record: dict[str, Any]) -> None:
+def test_parsing_a_record_that_does_not_match_its_checksum_raises_a_damage_error(record: dict[str, Any]) -> None:
     record.pop("sha256", None)
     content = with_checksum(record)
     parse_verified(dict[str, Any], content, "it")

@@ -387,7 +387,7 @@ def test_no_copy_is_kept_of_buffers_from_an_aborted_collective(run: Run, memory:
     assert [copy.step for copy in list_snapshots(memory.directory)] == [1]
 
 
-def test_a_required_in_memory_copy_waits_until_the_previous_copy_is_complete(run: Run, memory: NodeMemory) -> None:
+def test_a_required_copy_in_memory_waits_until_the_previous_copy_is_complete(run: Run, memory: NodeMemory) -> None:
     """The newest copy must be that of the last step, from which all workers resume under FSDP."""
     survivor = Survivor(run, memory)
     survivor.form_group()

@@ -37,7 +37,7 @@ def test_every_image_reference_has_the_current_version() -> None:
     assert [item for item in found if item[1] != __version__] == []
 
 
-def test_make_builds_the_image_with_the_current_version() -> None:
+def test_the_makefile_builds_the_image_with_the_current_version() -> None:
     done = subprocess.run(["make", "-n", "image"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert f"--build-arg VERSION={__version__} " in done.stdout
     assert f"-t sunspot:{__version__} " in done.stdout
@@ -51,7 +51,7 @@ def make(*words: str) -> str:
 
 
 @pytest.mark.parametrize("target", ["train", "tune"])
-def test_make_arguments_are_settings_with_or_without_the_prefix(target: str) -> None:
+def test_variables_given_to_make_become_settings_with_or_without_the_prefix(target: str) -> None:
     done = make(target, "EPOCHS=3", "SUNSPOT_SEED=1", "RUN=x", "TASK_ARGS={'a': 1}", "EXTRAS=trees,hf")
     given = done.partition("exec env ")[2].rpartition(" .venv/bin/")[0]
     assert sorted(shlex.split(given)) == [
@@ -60,7 +60,7 @@ def test_make_arguments_are_settings_with_or_without_the_prefix(target: str) -> 
     assert " -r pyproject.toml --extra trees --extra hf -c requirements/dev.txt" in done
 
 
-def test_make_demo_accepts_a_storage_path() -> None:
+def test_the_demo_target_of_the_makefile_accepts_a_storage_path() -> None:
     assert make("demo", "STORAGE_PATH=there").endswith("exec env SUNSPOT_STORAGE_PATH='there' .venv/bin/sunspot demo")
 
 
@@ -73,7 +73,7 @@ def test_arguments_of_a_make_target_are_not_passed_as_settings() -> None:
     )
 
 
-def test_make_does_not_read_code_or_queue_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_makefile_ignores_environment_variables_called_code_and_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CODE", "1")
     monkeypatch.setenv("QUEUE", "2")
     assert make("submit", "RUN=x").endswith(".venv/bin/sunspot submit --profile 'kind' --run 'x'")

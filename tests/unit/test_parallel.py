@@ -105,7 +105,7 @@ def test_an_error_on_one_rank_is_raised_at_once(set_constants: SetConstants) -> 
         other.result(30)
 
 
-def test_run_on_all_ranks_calls_its_function_directly_if_there_is_one_worker() -> None:
+def test_a_function_for_all_ranks_is_called_directly_if_there_is_one_worker() -> None:
     assert run_on_all_ranks(None, lambda: 3) == 3
 
 

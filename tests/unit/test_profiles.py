@@ -138,7 +138,7 @@ def test_a_group_that_ends_during_a_profile_stops_the_profiler(run: Run) -> None
     wait_until(lambda: read_rank_profile(run, request, 0), seconds=10)
 
 
-def test_an_error_of_the_profiler_ends_only_the_profile(
+def test_a_profiler_error_ends_only_the_profile(
     run: Run, sunspot: StorageCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:

@@ -714,7 +714,7 @@ def expect_counterexample(machine: type[Protocol], text: str, start: int = 0) ->
         explore(seed(start)(machine), 1000, phases=[Phase.generate], database=None, report_multiple_bugs=False)
 
 
-def test_choosing_a_start_before_the_claim_breaks_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_protocol_breaks_if_a_process_chooses_its_start_before_the_claim(monkeypatch: pytest.MonkeyPatch) -> None:
     def claim_with_start(run: Run, attempt: Attempt) -> None:
         if not claim(run, read_attempts(run), attempt):
             raise SupersededError("another process was faster")

@@ -293,7 +293,7 @@ def test_no_interleaving_of_groups_breaks_the_protocol() -> None:
     explore(Groups, examples(6, 1000))
 
 
-def test_allowing_only_the_newest_attempt_to_commit_rejects_valid_commits(
+def test_valid_commits_are_rejected_if_only_the_newest_attempt_can_commit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sunspot.checkpoint.commit, "ensure_committer", by_attempt)
@@ -310,7 +310,7 @@ def let_commit(monkeypatch: pytest.MonkeyPatch, rule: Callable[[str, Attempt, li
     monkeypatch.setattr(sunspot.run.checkpoints, "may_commit", rule)
 
 
-def test_letting_a_former_rank_0_commit_breaks_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_protocol_breaks_if_a_former_rank_0_can_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     let_commit(monkeypatch, lambda name, attempt, attempts: leads_to_newest(name, lineage(attempts)))
     expect_counterexample(Groups, "is of another")
 
@@ -325,7 +325,7 @@ def test_committing_a_step_after_the_starting_step_of_the_next_group_breaks_the_
     expect_counterexample(Behind, "does not lead to the newest attempt")
 
 
-def test_deleting_checkpoints_while_a_group_chooses_its_start_breaks_the_protocol(
+def test_the_protocol_breaks_if_checkpoints_are_deleted_while_a_group_chooses_its_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ensure = sunspot.run.checkpoints.ensure_committer

@@ -135,7 +135,7 @@ def test_a_limit_range_can_supply_a_required_limit() -> None:
     assert "limits.cpu: 6 needed (head 2 + 2 workers 4) of only 5" in found.seen
 
 
-def test_the_groups_with_the_smallest_pods_determine_how_many_workers_fit(tmp_path: Any) -> None:
+def test_the_worker_groups_with_the_smallest_pods_determine_how_many_workers_fit_into_a_quota(tmp_path: Any) -> None:
     profile = tmp_path / "two.yaml"
     profile.write_text("extends: kind\nworkers: [{memory: 8Gi, max: 2}, {memory: 4Gi, max: 2}]\n")
     found = check(quota({"requests.memory": "13Gi"}), "2..4", str(profile))

@@ -225,7 +225,9 @@ def test_a_cluster_error_includes_the_address(
     assert str(raised.value) == f"Ray cannot be reached at RAY_ADDRESS=127.0.0.1:{port}: The request timed out."
 
 
-def test_ray_address_local_starts_a_new_session(started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_session_starts_if_ray_address_is_local(
+    started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "local")
     begin()
     [call] = started

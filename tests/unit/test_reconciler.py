@@ -210,7 +210,7 @@ def test_a_rayjob_that_disappears_is_not_an_error(cluster: FakeCluster) -> None:
     assert annotations(cluster, "run-1") == {}
 
 
-def test_waiting_for_all_runs_stops_on_an_interrupt(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
+def test_an_interrupt_ends_the_wait_for_all_runs(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
     for words in ([], ["run", "--all"], ["--all", "--timeout", "1"]):
         assert sunspot("wait", *words) == 2
         assert "pass either the name of a run or --all" in sunspot.err

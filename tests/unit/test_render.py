@@ -753,7 +753,7 @@ def test_pod_sizes_grow_with_gpus_and_workers(tmp_path: Path) -> None:
     assert [(each["cpu"], each["memory"]) for each in plain] == [("2", "8Gi"), ("500m", "3Gi")]
 
 
-def test_pods_can_have_a_cpu_limit_and_ids_assigned_by_the_namespace(tmp_path: Path) -> None:
+def test_pods_can_have_a_cpu_limit_and_user_ids_assigned_by_the_namespace(tmp_path: Path) -> None:
     text = "extends: kind\nassigned_ids: true\nhead: {cpu_limit: 2}\nworker: {cpu_limit: 500m}"
     rendered = render(own_profile(tmp_path, text), {"NUM_WORKERS": "1..2"})
     check_restricted(rendered)

@@ -142,7 +142,7 @@ def test_a_window_of_one_step_causes_no_spike_in_the_chart(run: Run) -> None:
     assert "lowest 90 at 80, highest 95 at 160" in steps
 
 
-def test_short_windows_are_drawn_after_several_short_windows_in_a_row() -> None:
+def test_a_short_window_is_drawn_if_several_short_windows_precede_it() -> None:
     history = History()
     for step, (rows, loss) in enumerate([(100.0, 1.0), *[(10.0, 0.5)] * 5]):
         history.add({"attempt": 1, "step": step, "rows": rows, "loss": loss}, "loss")
@@ -172,7 +172,7 @@ def test_a_single_record_is_drawn_as_a_dot(run: Run) -> None:
     assert len(page.all("circle", **{"class": "dot a"})) == 1
 
 
-def test_mistakes_come_first_and_every_image_has_a_text_alternative(run: Run) -> None:
+def test_wrong_predictions_are_shown_first_and_every_image_has_a_text_alternative(run: Run) -> None:
     page = made(trained(run))
     pictures = page.all("img")
     assert len(pictures) == 30 + 20 + 20
@@ -391,7 +391,7 @@ def test_a_report_of_a_hundred_thousand_records_keeps_their_extremes(run: Run) -
     assert "Results, 40 of 100,000" in page.text
 
 
-def test_many_ranks_attempts_events_and_checkpoints_fit_in_a_report(run: Run) -> None:
+def test_many_ranks_and_attempts_and_events_and_checkpoints_fit_in_a_report(run: Run) -> None:
     begin(run)
     origin = None
     for number in range(1, 151):
@@ -568,7 +568,7 @@ def test_the_security_policy_blocks_scripts_and_remote_images(browser: Browser, 
     assert browser.run("return document.title") == "run: failed"
 
 
-def test_a_task_metric_named_few_does_not_affect_the_charts() -> None:
+def test_a_task_metric_called_few_does_not_affect_the_charts() -> None:
     """The history's own mark for means over few rows is also called `few`, and is independent of the metric."""
     history = History()
     for step in (1, 2):

@@ -232,7 +232,7 @@ def test_starting_an_attempt_does_not_read_checkpoint_files(run: Run, monkeypatc
     assert opened == []
 
 
-def test_a_checkpoint_is_preferred_to_an_in_memory_copy_that_was_not_evaluated(run: Run) -> None:
+def test_a_checkpoint_is_preferred_to_a_copy_in_memory_that_was_not_evaluated(run: Run) -> None:
     commit(run, start(run, "me"), 5)
     assert begin_start(run, copy(1, 5, evaluated=False)).copy is None
     assert begin_start(run, copy(1, 5, evaluated=True)).copy
@@ -480,7 +480,7 @@ def test_a_state_loaded_from_memory_or_storage_has_its_metrics_and_pending_work(
         pytest.param("with its node", 9, id="lost a node"),
     ],
 )
-def test_an_in_memory_copy_is_skipped_after_two_groups_took_no_step_from_it(ends: str, step: int, run: Run) -> None:
+def test_a_copy_in_memory_is_skipped_after_two_groups_took_no_step_from_it(ends: str, step: int, run: Run) -> None:
     commit(run, start(run, "me"), 5)
     nodes = machines(copy(1, 9), None)
     heartbeats = []
@@ -743,7 +743,9 @@ def test_a_file_without_weights_is_rejected_and_runs_no_code(kind: str, tmp_path
     assert "weights_only" not in str(refused.value), "torch's advice would run the code"
 
 
-def test_init_from_reads_weights_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_in_the_init_from_setting_is_relative_to_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"weight": torch.ones(2)}, "weights.pt")
     assert read_init(Settings(init_from="weights.pt"), None)["weight"].tolist() == [1, 1]

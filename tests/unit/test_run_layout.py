@@ -208,7 +208,7 @@ def test_the_lineage_contains_each_step_once(data: st.DataObject) -> None:
 # ------------------------------------------------------------------------------------------------------ checkpoints
 
 
-def test_find_newest_good_returns_the_newest_intact_checkpoint(run: Run) -> None:
+def test_the_newest_intact_checkpoint_is_found(run: Run) -> None:
     assert find_newest_good(run, []) == (None, ())
     attempt = start(run, "job")
     assert find_newest_good(run, [attempt]) == (None, ())
@@ -314,7 +314,7 @@ def test_unrelated_files_among_checkpoints_are_ignored(run: Run) -> None:
     assert find_newest_good(run, [attempt]) == (good, ())
 
 
-def test_find_newest_good_lists_skipped_checkpoints_newest_first(run: Run) -> None:
+def test_the_search_for_an_intact_checkpoint_lists_skipped_checkpoints_newest_first(run: Run) -> None:
     attempt = start(run, "job")
     for step in (2, 4, 6, 8):
         commit(run, attempt, step)
@@ -371,7 +371,7 @@ def test_a_checkpoint_deleted_during_verification_is_not_reported_as_damaged(
 
 
 @pytest.mark.parametrize(("order", "steps"), [("min", [5, 4, 2, 6, 3, 1]), ("max", [4, 2, 5, 6, 3, 1])])
-def test_checkpoints_are_ranked_by_metric_then_by_step(order: str, steps: list[int]) -> None:
+def test_checkpoints_are_ranked_by_metric_and_then_by_step(order: str, steps: list[int]) -> None:
     """A checkpoint without a finite metric ranks below all others."""
     losses = {1: None, 2: 1.0, 3: float("nan"), 4: 1.0, 5: 0.5, 6: None}
     checkpoints = [

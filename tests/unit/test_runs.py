@@ -415,7 +415,7 @@ def test_listing_empty_storage_returns_no_runs(tmp_path: Path, capsys: pytest.Ca
     assert (listed.code, listed.json, listed.err) == (0, [], "")
 
 
-def test_listing_fifty_runs_makes_fifty_read_requests(
+def test_fifty_runs_are_listed_with_fifty_read_requests(
     s3_proxy: FaultProxy, s3_bucket: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sunspot = StorageCommand(f"s3://{s3_bucket}/team", capsys)

@@ -107,7 +107,7 @@ def test_a_run_can_be_scaled_while_its_next_place_is_warmed_up(
     assert ray.group["maxReplicas"] == 2
 
 
-def test_requesting_the_full_num_workers_range_undoes_an_earlier_scale_request(
+def test_requesting_the_full_range_of_workers_undoes_an_earlier_scale_request(
     run: Run, sunspot: Command, ray: ElasticCluster
 ) -> None:
     train(run, hosts=("worker-a", "worker-c"))
@@ -229,7 +229,7 @@ def test_status_compares_the_number_of_workers_with_the_scale_request(
         (ScaleRequest("many", "1..4"), GIVEN),
     ],
 )
-def test_only_a_valid_scale_request_for_the_current_num_workers_has_an_effect(
+def test_only_a_valid_scale_request_for_the_current_range_of_workers_has_an_effect(
     request_: ScaleRequest | None, workers: WorkerRange
 ) -> None:
     assert narrowed(GIVEN, request_) == workers

@@ -309,7 +309,7 @@ def test_json_nested_too_deeply_or_with_too_many_digits_is_rejected(text: str) -
 
 
 @pytest.mark.parametrize("name", ["../elsewhere", "a/b", "", "A", "x" * 39])
-def test_init_from_rejects_an_invalid_run_name(name: str) -> None:
+def test_the_init_from_setting_rejects_an_invalid_run_name(name: str) -> None:
     assert load_settings({"INIT_FROM": "run:other-1"}).init_from == "run:other-1"
     with pytest.raises(SettingsError, match="set it to run:NAME"):
         load_settings({"INIT_FROM": f"run:{name}"})

@@ -123,7 +123,7 @@ ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
-def test_find_snapshot_returns_the_state_at_the_time_of_the_copy(device: str) -> None:
+def test_a_copy_contains_the_state_at_the_time_when_it_was_made(device: str) -> None:
     trainee = Trainee(device=device)
     trainee.train()
     expected = trainee.state()

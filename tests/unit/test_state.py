@@ -287,7 +287,7 @@ def test_a_status_written_before_the_job_was_replaced_is_ignored() -> None:
         ("run-1", "run-1#12345678", False),
     ],
 )
-def test_an_owner_matches_by_name_namespace_cluster_and_submission(job_id: str, owner: str, same: bool) -> None:
+def test_an_owner_matches_by_name_and_namespace_and_cluster_and_submission(job_id: str, owner: str, same: bool) -> None:
     raw = rayjob("run-1")
     set_variable(raw, "SUNSPOT_JOB_ID", job_id)
     raw["metadata"]["namespace"] = "sunspot"

@@ -245,7 +245,7 @@ class Recorded(Worker):
         (Command(stop=True), [("save", 25, False, True)]),
     ],
 )
-def test_the_end_of_an_epoch_is_saved_before_its_evaluation(
+def test_the_state_at_the_end_of_an_epoch_is_saved_before_the_evaluation(
     command: Command, left: list[Any], group: dist.ProcessGroup, set_constants: SetConstants
 ) -> None:
     """A loss or an interrupt during the evaluation costs no step, and the state does not count as evaluated."""

@@ -98,7 +98,7 @@ def listed(storage: Storage, prefix: str) -> list[tuple[str, int]]:
 # --------------------------------------------------------------------------------------------------------- all backends
 
 
-def test_open_storage_chooses_the_backend_by_the_path(tmp_path: Path, s3_bucket: str) -> None:
+def test_the_storage_path_determines_the_backend(tmp_path: Path, s3_bucket: str) -> None:
     assert isinstance(open_storage(str(tmp_path)), LocalStorage)
     assert isinstance(open_storage(f"s3://{s3_bucket}/x"), S3Storage)
     assert open_storage(str(tmp_path)).locate("run/a") == f"{tmp_path}/run/a"
@@ -106,13 +106,13 @@ def test_open_storage_chooses_the_backend_by_the_path(tmp_path: Path, s3_bucket:
     assert open_storage(f"s3://{s3_bucket}").locate("run/a") == f"s3://{s3_bucket}/run/a"
 
 
-def test_open_storage_rejects_an_unknown_scheme(tmp_path: Path) -> None:
+def test_a_storage_path_with_an_unknown_scheme_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"^xyz://bucket/a: the scheme xyz:// is not supported; use s3://, gs://, "):
         open_storage("xyz://bucket/a")
     assert isinstance(open_storage(f"{tmp_path}/a://b"), LocalStorage)
 
 
-def test_objects_are_written_replaced_and_deleted(storage: Storage) -> None:
+def test_objects_can_be_written_and_replaced_and_deleted(storage: Storage) -> None:
     storage.write("run/a.json", b"one")
     storage.write("run/a.json", b"two, longer")
     assert storage.read("run/a.json") == b"two, longer"
@@ -123,7 +123,7 @@ def test_objects_are_written_replaced_and_deleted(storage: Storage) -> None:
     assert storage.list("run") == []
 
 
-def test_delete_keeps_an_object_written_after_its_listing(storage: Storage) -> None:
+def test_deleting_a_listed_version_keeps_a_newer_version_of_the_object(storage: Storage) -> None:
     if isinstance(storage, GoogleStorage):
         pytest.skip("fake-gcs-server ignores the condition, unlike Google's service")
     storage.write("run/a.json", b"one")
@@ -217,7 +217,7 @@ def test_the_unfinished_write_of_a_killed_writer_is_listed_and_discarded(storage
     assert storage.read("run/a") == b"whole"
 
 
-def test_map_parallel_raises_the_error_of_the_first_item() -> None:
+def test_if_several_parallel_calls_fail_the_error_of_the_first_item_is_raised() -> None:
     both_started = threading.Barrier(2, timeout=60)
 
     def fail(number: int) -> None:
@@ -233,7 +233,7 @@ def test_map_parallel_raises_the_error_of_the_first_item() -> None:
         map_parallel(fail, range(2))
 
 
-def test_map_parallel_keeps_the_order_and_stops_at_the_first_error() -> None:
+def test_parallel_calls_keep_the_order_of_the_items_and_stop_at_the_first_error() -> None:
     begun: list[int] = []
 
     def act(number: int) -> int:
@@ -384,7 +384,7 @@ run_and_exit(lambda: retry_storage(0.1, "reading a checkpoint", map_parallel, ha
     )
 
 
-def test_reading_a_missing_object_raises_not_found(storage: Storage) -> None:
+def test_reading_a_missing_object_raises_a_not_found_error(storage: Storage) -> None:
     storage.write("run/there", b"")
     for ask in (storage.read, storage.digest):
         with pytest.raises(NotFoundError, match="run/missing was not found"):

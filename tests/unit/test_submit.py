@@ -157,7 +157,9 @@ def test_an_apply_request_whose_response_is_lost_is_sent_again(
     assert sunspot.json["action"] == "created"
 
 
-def test_submitting_a_different_spec_of_a_live_run_prints_a_diff(cluster: FakeCluster, sunspot: Command) -> None:
+def test_a_diff_is_printed_if_a_different_spec_of_a_live_run_is_submitted(
+    cluster: FakeCluster, sunspot: Command
+) -> None:
     sunspot.submit()
     cluster.set_status(only_job(cluster), "Running", "RUNNING")
     assert sunspot.submit("--set", "EPOCHS=7", "--image", "other:2") == 6
@@ -295,7 +297,7 @@ def test_changed_identity_settings_are_rejected_before_anything_is_sent(cluster:
     assert cluster.jobs
 
 
-def test_submit_wait_returns_the_outcome_of_the_run(cluster: FakeCluster, sunspot: Command) -> None:
+def test_the_wait_option_of_submit_returns_the_outcome_of_the_run(cluster: FakeCluster, sunspot: Command) -> None:
     def succeed(handler: Any) -> None:
         if cluster.jobs:
             end(cluster, sunspot.run, RunState.SUCCEEDED)
@@ -798,14 +800,14 @@ def test_stop_waits_for_the_save_while_the_next_place_is_warmed_up(cluster: Fake
     assert only_job(cluster) == "run-1", "the RayJob that would start later was not deleted"
 
 
-def test_stop_without_waiting_only_writes_the_stop_marker(cluster: FakeCluster, sunspot: Command) -> None:
+def test_stopping_without_waiting_only_writes_the_stop_marker(cluster: FakeCluster, sunspot: Command) -> None:
     sunspot.submit()
     assert sunspot("stop", "run", "--no-wait") == 0
     assert stop_requested(sunspot.run)
     assert cluster.jobs
 
 
-def test_stop_with_an_expired_credential_says_that_the_stop_marker_is_written(
+def test_stopping_with_an_expired_credential_says_that_the_stop_marker_is_written(
     cluster: FakeCluster, sunspot: Command
 ) -> None:
     sunspot.submit()
@@ -857,7 +859,7 @@ def test_resuming_a_run_that_was_not_submitted_clears_the_stop_marker(cluster: F
     assert not stop_requested(sunspot.run)
 
 
-def test_stop_and_resume_without_a_cluster_use_only_storage(
+def test_the_stop_and_resume_commands_use_only_storage_if_there_is_no_cluster(
     sunspot: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))

@@ -348,6 +348,6 @@ def test_held_out_rows_cannot_have_more_classes_than_training_rows(tmp_path: Pat
         open_table(Settings(dataset=str(tmp_path)), {"label": Column("int64")})
 
 
-def test_open_table_rejects_the_bundled_digits() -> None:
+def test_the_bundled_digits_are_rejected_as_a_table() -> None:
     with refusal(DataError, "SUNSPOT_DATASET=sample", "set SUNSPOT_DATASET to the path"):
         open_table(Settings(), {"x": Column()})

@@ -38,7 +38,7 @@ def test_unread_task_arguments_are_listed(read: Callable[[Any], object], said: s
     assert given.describe_unread() == said
 
 
-def test_arguments_read_before_pickling_count_as_read() -> None:
+def test_arguments_that_were_read_before_pickling_count_as_read() -> None:
     settings = Settings(task_args=GIVEN)
     assert settings.task_args["width"] == 64
     sent = pickle.loads(pickle.dumps(settings.model_copy(update={"epochs": 3})))

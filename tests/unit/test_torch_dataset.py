@@ -172,7 +172,7 @@ class Stream(IterableDataset[Any]):
         (([1], Stream()), "a Stream, which does not return rows by number"),
     ],
 )
-def test_build_dataset_must_return_datasets(returned: Any, says: str) -> None:
+def test_the_build_dataset_function_must_return_datasets(returned: Any, says: str) -> None:
     with pytest.raises(SettingsError, match=f"SUNSPOT_TASK=mine: build_dataset returned {says}"):
         find_splits(returned, "mine")
 
@@ -308,7 +308,7 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Set
     return write
 
 
-def test_test_share_holds_out_rows_of_a_dataset(task: Callable[..., Settings]) -> None:
+def test_the_test_share_setting_holds_out_rows_of_a_dataset(task: Callable[..., Settings]) -> None:
     settings = task("def build_dataset(settings): return [float(each) for each in range(40)]", test_share=0.25)
     plan = make_plan(settings, load_task(settings))
     assert plan.test
@@ -335,7 +335,7 @@ def test_test_share_holds_out_rows_of_a_dataset(task: Callable[..., Settings]) -
         ),
     ],
 )
-def test_find_sources_must_return_two_sources(text: str, says: str, task: Callable[..., Settings]) -> None:
+def test_the_find_sources_function_must_return_two_sources(text: str, says: str, task: Callable[..., Settings]) -> None:
     settings = task(f"def find_sources(settings): {text}")
     with pytest.raises(SettingsError, match=rf"SUNSPOT_TASK={settings.task}: .*{says}"):
         open_rows_of_task(settings, load_task(settings))

@@ -51,7 +51,7 @@ from tests.harness.control import LocalControl
 from tests.harness.process_group import in_processes
 
 
-def test_small_micro_batches_are_rejected_with_batch_norm() -> None:
+def test_small_micro_batches_are_rejected_if_the_model_has_batch_norm() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     for rows, refused in [(1, True), (2, True), (3, False), (0, False)]:
         settings = Settings(micro_batch_size=rows)

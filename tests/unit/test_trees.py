@@ -158,7 +158,7 @@ def test_the_columns_argument_of_a_tree_task_must_be_a_list_of_names(columns: An
     ],
     ids=lambda value: json.dumps(value.task_args) if isinstance(value, Settings) else "",
 )
-def test_invalid_options_of_a_tree_library_raise_settings_error(settings: Settings, said: str) -> None:
+def test_invalid_options_of_a_tree_library_raise_a_settings_error(settings: Settings, said: str) -> None:
     for name in KINDS:
         pytest.importorskip(name, reason="the extra `trees` is not installed")
     with pytest.raises(SettingsError, match=re.escape(said)):

@@ -494,14 +494,14 @@ def test_wait_deletes_no_rayjob_if_the_user_cannot_create_it_again(
     assert JOB in cluster.jobs
 
 
-def test_wait_for_an_unknown_run_fails(cluster: FakeCluster, sunspot: Command) -> None:
+def test_the_wait_and_status_commands_report_an_unknown_run(cluster: FakeCluster, sunspot: Command) -> None:
     for verb in ("wait", "status"):
         assert sunspot(verb, "run") == 3
         assert "no run run in" in sunspot.err
         assert f"nor in namespace sunspot of http://127.0.0.1:{cluster.port}" in sunspot.err
 
 
-def test_wait_without_a_cluster_follows_the_run_in_storage(
+def test_waiting_without_a_cluster_follows_the_run_in_storage(
     run: Run,
     sunspot: Command,
     when: Callable[..., None],
