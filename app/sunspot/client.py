@@ -85,9 +85,8 @@ def submit(
     elsewhere, for example in another cluster.
 
     Raises `ConflictError` if the run is live with other settings or elsewhere. Other faults raise `SettingsError`,
-    `ClusterError` or `StorageError`. If a check fails, no RayJob is created. However, if the run was previously
-    submitted in another place of the profile, its RayJob there may already have been deleted, unless the driver of that
-    RayJob was alive.
+    `ClusterError` or `StorageError`. If a check fails, no RayJob is created. By then, the run's RayJob in a previous
+    place of the profile may already have been deleted, but only if the driver of that RayJob was not alive.
     """
     request = JobRequest(profile, with_place(_to_texts(settings), name, storage), image, namespace, code=code)
     rendered, cluster = render_in_place(request, context)

@@ -94,7 +94,7 @@ def test_records_merged_during_a_read_are_still_found(run: Run, small: None, mon
 
     monkeypatch.setattr(run.storage, "read", read_late)
     assert steps_in(run)[:108] == list(range(1, 109))
-    with pytest.raises(StorageError, match="keeps changing while it is read"):
+    with pytest.raises(StorageError, match="keeps changing while it is being read"):
         list(iter_records(run, "metrics", None, listed))
 
 

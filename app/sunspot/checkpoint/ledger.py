@@ -109,7 +109,7 @@ class Ledger:
     def unwritten_windows(self, step: int) -> list[tuple[Any, ...]]:
         """Return the windows up to `step` that might not be in storage yet. Does not contact other workers.
 
-        The rows of a later step are omitted, because that step was cancelled.
+        If the ledger contains a step after `step`, that step was cancelled, and its rows are omitted.
         """
         with self._lock:
             windows = self._windows[max(0, self._written - self._dropped) :]

@@ -65,10 +65,10 @@ class PartExchange:
         memory.expect_copies(2 * (nodes.count(here) + kept))  # the newest and the next copy of each part
 
     def agree_to_copy(self, has_slot: bool) -> bool:
-        """Return True if all workers can copy their parts now. Otherwise, no worker copies its part.
+        """Return True if all workers can copy their parts now.
 
-        All workers must call this together, in the training thread. `has_slot` is False on a worker that cannot copy.
-        The parts of a copied state must all come from the same step.
+        Otherwise, no worker copies its part, because the parts of a copied state must all come from the same step. All
+        workers must call this together, in the training thread. `has_slot` is False on a worker that cannot copy.
         """
         lacking, stopped = any_rank(self._control, not has_slot, not self._memory.shared or bool(self._failure))
         if stopped:
@@ -78,7 +78,7 @@ class PartExchange:
     def complete(self, slot: Slot, manifest: Checkpoint, sidecar: bytes, changed: Changed = tuple) -> None:
         """Mark the copy of this worker's part as complete, like `NodeMemory.complete`, and send it to another node.
 
-        It becomes the newest copy once all parts exist twice. All workers must call this together, in their seal
+        The copy becomes the newest one once all parts exist twice. All workers must call this together, in their seal
         threads.
         """
         try:
@@ -94,8 +94,8 @@ class PartExchange:
     def back_up(self, slot: Slot, snapshot: MemorySnapshot | None, sidecar: bytes) -> bool:
         """Send the part in `slot` to the next node, receive the peers' parts, and return True if every part arrived.
 
-        All workers must call this together. `snapshot` describes this worker's part, or is None if it could not be
-        marked. Raises `RuntimeError` if a worker is lost, or does not respond for TIMEOUT_S seconds.
+        All workers must call this together. `snapshot` describes this worker's part, or is None if the part could
+        not be marked as complete. Raises `RuntimeError` if a worker is lost, or does not respond for TIMEOUT_S seconds.
         """
         everyone = gather_objects((snapshot, len(sidecar), slot.size), self._group)
         received: dict[int, list[Any]] = {}

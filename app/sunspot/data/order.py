@@ -51,7 +51,7 @@ MIXED_AT_ONCE = 1 << 16
 class Steps:
     """Splits an epoch of `rows` rows into optimizer steps of `batch` rows.
 
-    The last step takes the remainder. If only one row remains, the last full step takes it as well.
+    The last step takes the remaining rows. A single remaining row is added to the last full step instead.
     """
 
     rows: int

@@ -254,7 +254,7 @@ def find_init_files(settings: Settings) -> WeightFiles | None:
 
 
 def load_init_files(settings: Settings, files: WeightFiles, model: nn.Module) -> None:
-    """Load this worker's parts of the files that `find_init_files` found into the model."""
+    """Load this worker's parts of `files`, the result of `find_init_files`, into the model."""
     wanted = settings.init_from
     storage = _init_run(settings).storage if wanted.startswith("run:") else _init_file(settings)[0]
     if files.archives:

@@ -49,7 +49,7 @@ class WorkerPlace:
 
     @property
     def shards(self) -> int:
-        """The number of workers that hold one replica of the model under hsdp. It is 1 otherwise."""
+        """The number of workers that together hold one replica of the model under hsdp. It is 1 otherwise."""
         return self.replicas.degree if self.replicas else 1
 
     @property
@@ -79,8 +79,8 @@ def sync_buffers(model: torch.nn.Module, sums: SumGuard | None) -> None:
     """Copy rank 0's buffers to every worker, so that all workers have the buffers that a checkpoint contains.
 
     All workers must call this together. Before this call, each worker's batch norm statistics come only from its own
-    rows. DDP also copies the buffers, but not until the next forward pass. With `sums`, an aborted broadcast changes
-    nothing.
+    rows. DDP also copies the buffers, but not until the next forward pass. If `sums` is given, an aborted broadcast
+    changes nothing.
     """
     for same, flat in flatten(model.buffers()):  # one message per type instead of one per buffer
         own = flat.clone() if sums else flat
@@ -121,7 +121,7 @@ def same_parameters(model: torch.nn.Module, place: WorkerPlace) -> bool:
 
 
 def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a tensor's values, whose bits are read as integers. Does not wait for the device.
+    """Read the bits of a tensor's values as integers, and return their sum. Does not wait for the device.
 
     If the tensor is sharded, only this worker's part is summed.
     """
@@ -187,8 +187,8 @@ def run_on_all_ranks(group: dist.ProcessGroup | None, act: Callable[[], Result])
     """Call `act`, and return its result once it has returned on all workers. All workers must call this together.
 
     The workers exchange messages at least every ROUND_S, so that no collective times out if one worker is slow. An
-    error raised by `act` is raised at once, because the other workers stop when this one fails. `group` is None for a
-    single worker.
+    error raised by `act` is raised at once, without waiting for the other workers. They stop when this worker fails.
+    `group` is None for a single worker.
     """
     if group is None:
         return act()

@@ -51,7 +51,7 @@ def build_without_values(build: Callable[[], nn.Module]) -> nn.Module | None:
     """Return the model from `build` with parameters on the meta device, which need no memory or initialization.
 
     Use this for a model that will load a state_dict. Returns None if the state_dict might not restore the model
-    completely, because the model has other tensors that depend on parameters or on random numbers.
+    completely, for example because a tensor outside the state_dict depends on parameters or on random numbers.
     """
     metas = WeakTensorKeyDictionary()
 

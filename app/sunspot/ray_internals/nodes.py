@@ -74,7 +74,7 @@ def draining_nodes() -> dict[str, float | None]:
 def drain_nodes(nodes: Iterable[str], why: str = "better nodes have come") -> None:
     """Drain the nodes with these Ray IDs: nothing new is scheduled on them, and they leave the cluster once idle.
 
-    The autoscaler deletes the pod of a drained node. The pod's `ray start --block` would not exit on its own.
+    The autoscaler then deletes the pod of a drained node, because the pod's `ray start --block` would keep running.
     """
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.core.generated.autoscaler_pb2 import DrainNodeReason
@@ -91,7 +91,7 @@ def reachable_nodes(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the nodes (as in `ray.nodes()`) that are alive and have a raylet that accepts connections.
 
     Ray considers a lost node alive until its health checks have failed a few times. By default, this takes 14 s after
-    the node was killed, and 64 s after a power failure. The loss of the node's workers is known within 2 s.
+    the node was killed, and 64 s after a power failure. The loss of the node's workers is known earlier, within 2 s.
     """
     nodes = [node for node in nodes if node["Alive"]]
     with ThreadPoolExecutor(CONNECTIONS) as pool:

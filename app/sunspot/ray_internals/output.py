@@ -3,8 +3,8 @@
 ray._private.worker.print_to_stdstream   prints messages from Ray's own processes in the driver, even with the public
                                          log_to_driver=False. Some messages are pages of logs.
 core_worker.cc                           prints a line when a pool of Ray Data creates its first actor
-the names of Ray Train's loggers         contain file names. The public LoggingConfig does not affect these loggers,
-                                         because it only sets the level of "ray.train".
+loggers that are named after a file      log some of Ray Train's messages. The public LoggingConfig does not affect
+                                         these loggers, because it only sets the level of "ray.train".
 """
 
 import logging

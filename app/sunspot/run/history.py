@@ -2,9 +2,9 @@
 
 The metrics of each rank have a journal of their own, because they would make up most of the metric history. A
 record in this journal has the fields `attempt`, `step`, `time`, `steps` and `seconds`, as in the metric history. It
-also has `ranks`, which maps each name to the values of all ranks. Old records are combined (observe/ranks.py). A
-combined record has the time and step of the last record that it replaces, and the number of replaced records in
-`records`.
+also has `ranks`, which maps each metric's name to the values of all ranks. Old records are combined
+(observe/ranks.py). A combined record has the time and step of the last record that it replaces, and the number of
+replaced records in `records`.
 """
 
 import contextlib
@@ -165,7 +165,7 @@ def newest_record(run: Run, spans: Sequence[Span], listed: Sequence[Segment] | N
         with contextlib.suppress(NotFoundError):  # merged since it was listed
             return _find_newest(run, spans, segments)
         segments = list_again(run.storage, run.key("metrics"), lambda: list_journal(run, "metrics", spans))
-    raise StorageError(f"{run.storage.locate(run.key('metrics'))} keeps changing while it is read; try again")
+    raise StorageError(f"{run.storage.locate(run.key('metrics'))} keeps changing while it is being read; try again")
 
 
 def _find_newest(run: Run, spans: Sequence[Span], segments: Sequence[Segment]) -> dict[str, Any] | None:

@@ -109,7 +109,7 @@ def read_segments(
         if None in contents:
             tries -= 1
             if listed is not None or not tries:
-                raise StorageError(f"{storage.locate(folder)} keeps changing while it is read; try again")
+                raise StorageError(f"{storage.locate(folder)} keeps changing while it is being read; try again")
             todo = deque(each for each in list_again(storage, folder, find) if each.last >= given.get(each.stream, 0))
 
 

@@ -15,7 +15,7 @@ from sunspot.submitter.printing import progress_note
 class CheckpointList:
     """Checkpoints with their faults, sorted by step.
 
-    Older, superseded and incomplete checkpoints are only counted.
+    Superseded and incomplete checkpoints are only counted, and so are checkpoints that are older than those listed.
     """
 
     checked: Sequence[tuple[Checkpoint, Sequence[str]]]

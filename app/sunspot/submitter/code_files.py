@@ -108,7 +108,7 @@ class CodeArchive:
 
 
 def pack(folder: Path) -> CodeArchive:
-    """Pack a folder. Raises `SettingsError`, which lists every file that cannot be packed.
+    """Pack a folder. Raises `SettingsError` with a list of the files that cannot be packed, if there are any.
 
     Files are searched for credentials only if there are no other problems.
     """

@@ -1,7 +1,7 @@
 """Starts the process that delivers a run to a tracking service while the run trains.
 
-A separate process keeps training independent of the service: importing the service's library takes seconds and about
-180 MB, and the service can hang.
+Delivery has its own process, so that training does not depend on the service: importing the service's library takes
+seconds and about 180 MB, and the service can hang.
 """
 
 import importlib.util

@@ -433,10 +433,11 @@ def ends_in_memory(plan: Plan, step: int, state: TrainingState) -> bool:
 
 
 def leaves_out_evaluation(start: StartPoint, total_steps: int) -> bool:
-    """Return True if the epoch's evaluation must be skipped, because EVALUATION_TRIES groups failed to complete it.
+    """Return True if the evaluation that the group would start with must be skipped.
 
-    A group does not count as failed if all of its processes continue in the next group, because such a group ended only
-    to admit more workers. The evaluation at the end of the run is never skipped, because no step has to wait for it.
+    This is the case if EVALUATION_TRIES groups in a row failed to complete the evaluation. A group does not count as
+    failed if all of its processes continue in the next group, because such a group ended only to admit more workers.
+    The evaluation at the end of the run is never skipped, because no step has to wait for it.
     """
     step = start.attempt.step
     here = [start.attempt, *takewhile(lambda attempt: attempt.step == step, reversed(start.before))]

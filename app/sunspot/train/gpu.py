@@ -27,8 +27,8 @@ VISIBLE = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
 def find_gpu_problem(promised: int = 1) -> str:
     """Return why torch cannot use all of the `promised` GPUs, or an empty string if it can.
 
-    The string is also empty if torch is built for GPUs of another vendor. The check queries the driver and does not
-    import torch. It takes about a third of a second for each GPU.
+    The string is also empty if torch is built for GPUs of a vendor other than NVIDIA. The check queries the driver and
+    does not import torch. It takes about a third of a second for each GPU.
     """
     try:
         built: dict[str, Any] = runpy.run_path(str(distribution("torch").locate_file("torch/version.py")))

@@ -57,9 +57,9 @@ class NanWatch:
         """Check a closed metric window. All workers call this together.
 
         `record` is the window's record. `newest` contains this worker's values from the window's last step. A loss
-        that is not finite counts only in this last step. In an earlier step, such a loss may have been harmless: it may
-        have come from a few rows, or a loss scaler may have skipped the step. The weights are checked if the window's
-        mean loss is not finite, or if the state will be saved (`saves`).
+        that is not finite counts only in this last step. If the loss is finite again by then, the earlier loss was
+        harmless, for example because it came from a few rows, or because a loss scaler skipped the step. The weights
+        are checked if the window's mean loss is not finite, or if the state will be saved (`saves`).
         """
         losses = {name for name in names_of_losses(record) if not math.isfinite(record[name])}
         suspect = bool(losses)

@@ -13,10 +13,10 @@ from sunspot.train.undo import StepUndo
 class StepGuard:
     """Makes sure that each step of a worker in one group either counts as a whole or is undone.
 
-    A step is complete once the optimizer has taken its step, and `accept` has been called. On a GPU, the sums of the
-    workers' gradients in a complete step may still turn out to be wrong (`SumGuard`). Until `confirm` has waited for
-    the GPU, the step is in doubt and does not count. After the end of the group, `settle` counts the newest step if it
-    is complete, and `undo` undoes a step that does not count.
+    A step is complete once `accept` has been called, after the optimizer's update. On a GPU, the sums of the workers'
+    gradients in a complete step may still turn out to be wrong (`SumGuard`). Until `confirm` has waited for the GPU,
+    the step is in doubt and does not count. After the end of the group, `settle` counts the newest step if it is
+    complete, and `undo` undoes a step that does not count.
     """
 
     def __init__(self, undo: StepUndo | None, place: WorkerPlace, cancellable: Optimizer | None) -> None:
@@ -43,9 +43,9 @@ class StepGuard:
     def before_change(self, optimizer: Optimizer | None) -> None:
         """Make sure that aborted sums change no parameters, and that a change by `optimizer` can be undone.
 
-        If the optimizer is fused, a GPU can cancel its step later, so this does not wait. Otherwise, this waits until
-        the workers' gradients are summed. Under hsdp, it also waits until all workers have complete gradients. Raises
-        `RegroupError` if the sums were aborted, or if the group has ended.
+        Under hsdp, this waits until all workers have complete gradients. Otherwise, this waits until the workers'
+        gradients are summed, unless the GPU can cancel the step of a fused optimizer later. Raises `RegroupError` if
+        the sums were aborted, or if the group has ended.
         """
         undo = self._undo
         sums = self._place.sums

@@ -200,7 +200,7 @@ class Survivor:
     def form(self) -> WorkerPlace | None:
         """Join the next group, form it with the other members, and return this worker's place in it.
 
-        Returns None if no other group forms. Raises `DriverUnreachableError` if the driver does not answer, and
+        Returns None if no further group will form. Raises `DriverUnreachableError` if the driver does not answer, and
         `NoGroupError` after GROUP_TRIES failed groups. A replacement gets only one attempt, because the others wait
         for it.
         """
@@ -280,9 +280,9 @@ class Survivor:
     ) -> TrainingState:
         """Bring this process to the live state of `start`, and return this state. All workers call this together.
 
-        A process without a learner, such as a replacement, builds one with `build`, and so does a process whose shard
-        has changed (hsdp). A process that lacks the newest state receives it from another process. The result contains
-        tensors only on a process that has received the state.
+        A process without a learner builds one with `build`, and so does a process whose shard has changed (hsdp). A
+        process that lacks the newest state receives it from another process. The result contains tensors only on a
+        process that has received the state.
 
         Raises `RegroupError` on all workers if their parameters still differ once every worker has the state. In this
         case, no worker keeps its state, so the next group returns to the newest copy or checkpoint.

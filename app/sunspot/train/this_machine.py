@@ -1,4 +1,4 @@
-"""Rejects a run that can never start on this machine, or that needs far more resources than the machine has."""
+"""Rejects a run whose workers can never start on this machine, or are far too many for it."""
 
 import json
 from collections.abc import Mapping
@@ -26,7 +26,8 @@ WORKER_BYTES = 300_000_000
 def refuse_impossible(settings: Settings) -> None:
     """Raise `SettingsError` if a run's workers do not fit on this machine, where `sunspot train` starts Ray.
 
-    ACCEPT can allow more workers than are useful, but not more resources than the machine has.
+    The setting ACCEPT can allow too many workers for the machine's cores and free memory. It cannot allow a run that
+    needs more CPUs or GPUs than the machine has.
     """
     cores = cores_here()
     machine = {"CPU": float(cores), "GPU": float(torch.cuda.device_count())}

@@ -134,8 +134,8 @@ class StepUndo:
     def put_back(self, cancelled: bool = False) -> bool:
         """Restore the kept state, and return True if all of it was restored. Never raises an error.
 
-        If the newest accepted step was `cancelled`, its optimizer changed nothing, so this restores the state before
-        that step.
+        If the newest accepted step turned out to be `cancelled`, this restores the state before that step instead. A
+        cancelled step may have changed buffers and frozen parameters, but nothing that its optimizer updates.
         """
         if cancelled:
             self._copies, self._earlier_copies = self._earlier_copies, self._copies
@@ -272,7 +272,10 @@ class OptimizerTurns:
         "The parameters that were put back."
 
     def begin(self, optimizer: Optimizer) -> None:
-        """Record the beginning of an optimizer's step. Copy its values if another optimizer is known to follow it."""
+        """Record the beginning of an optimizer's step.
+
+        Copies the optimizer's values if another optimizer is known to take its step afterwards.
+        """
         self._followed.update(each for each in self._begun if each is not optimizer)
         if optimizer in self._followed and not self._begun.count(optimizer):
             self._copies.setdefault(optimizer, OptimizerCopy(optimizer)).take()

@@ -1,7 +1,7 @@
 """Renders run pages in a separate process, so that an expensive page does not slow down other pages.
 
-Each limit in `sunspot.run.size_limits` applies to one kind of data. In addition, the total memory and time of this
-process are limited. If the process exceeds a limit, the server starts a new process for the next page.
+Each limit in `sunspot.run.size_limits` applies to one kind of data. In addition, the total memory and time of the
+separate process are limited. If the process exceeds a limit, the server starts a new process for the next page.
 """
 
 import logging

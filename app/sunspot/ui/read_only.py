@@ -1,4 +1,4 @@
-"""A read-only view of a storage location that caches objects until they change."""
+"""A read-only view of a storage location. The view caches objects until they change."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ MAX_VERSIONS = 200_000
 
 
 class ReadOnlyStorage(Storage):
-    """A view of another storage that reads an object again only if a listing shows a new version.
+    """A read-only view of another storage. The view reads an object again only if a listing shows a new version.
 
-    It rejects all writes. `refresh` therefore cannot write the probe that invalidates an NFS client's cache.
+    `refresh` does nothing, because it would have to write to storage to invalidate an NFS client's cache.
     """
 
     def __init__(self, storage: Storage, most: int = 16 << 20) -> None:

@@ -10,8 +10,8 @@
    and a reason.
 5. `records` combines cluster and storage for `status` and `list`. `progress_lines` prints progress.
 6. `waiting.wait_for_end` follows a run to its end, and restarts it if the operator gives up on its head pod.
-   `waiting.Reconciler` restarts all runs in a namespace. Given a `mover.Mover`, `wait_for_end` and `Reconciler` also
-   move runs to better places.
+   `waiting.Reconciler` does the same for all runs in a namespace. Given a `mover.Mover`, `wait_for_end` and
+   `Reconciler` also move runs to better places.
 7. `stopping.stop_run` stops a run, and `deletion.delete_run` deletes it. `faults.FaultInjector` injects faults, and
    `port_forward.LocalPort` forwards the Ray dashboard.
 """

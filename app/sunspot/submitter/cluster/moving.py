@@ -83,7 +83,7 @@ def move_run(request: JobRequest, context: str | None, timeout: float) -> Submis
 
 
 def _wait_for_claim(submission: Submission, before: Status, timeout: float) -> Attempt | None:
-    """Return the attempt that the workers in the new place claimed, or None if the run ended before they claimed it.
+    """Return the attempt that the workers in the new place claimed, or None if the run ended before that.
 
     `before` is the status of the old driver. Raises `GaveUpError` if the new RayJob does not claim the run.
     """

@@ -114,7 +114,7 @@ def make_pod(manifest: dict[str, Any], kind: str, mark: str) -> dict[str, Any]:
 
 
 def _spread(spec: dict[str, Any], alike: dict[str, Any]) -> None:
-    """Make a pod's affinity rules refer to the pods that `alike` selects, and prefer nodes without such pods."""
+    """Make a pod's affinity rules refer to the pods that `alike` selects. Let the pod prefer nodes without them."""
     spec.pop("topologySpreadConstraints", None)
     affinity = spec.setdefault("affinity", {})
     for rule in chain(*affinity.get("podAffinity", {}).values()):

@@ -225,7 +225,7 @@ class Worker(PricedMachine):
     "Placement of pods: `spread` them over nodes, `pack` them into one zone if possible, or require one `zone`."
 
     def with_sizes(self) -> Self:
-        """Return a copy in which each missing pod size is `per_gpu` times the number of GPUs."""
+        """Return a copy in which each unset resource is set to its `per_gpu` value times the number of GPUs."""
         given = self.per_gpu.model_dump(exclude_none=True) if self.per_gpu else {}
         gpus = max(1, self.gpus or 0)
         missing = {name: each for name, each in given.items() if getattr(self, name) is None}
@@ -378,7 +378,7 @@ def load_profile(name: str, given: Mapping[str, Any], place: str | None = None) 
     """Load a profile by name or path, including the profiles that it extends.
 
     If `place` is not None, the values of the place with this name override the profile's values. Values in `given`
-    override both. Raises `SettingsError`, which lists every problem.
+    override both. Raises `SettingsError` with a list of all problems if there are any.
     """
     merged = functools.reduce(_merge, reversed(_read_chain(name).values()))
     there = {} if place is None else _find_place(name, merged, place)

@@ -173,7 +173,7 @@ def choose_profile(request: JobRequest) -> Profile:
 def render(request: JobRequest, archive: CodeArchive | None = None) -> Rendered:
     """Render a run's RayJob. If the run's code is a folder, `archive` is the packed folder.
 
-    Raises `SettingsError`, which lists every problem.
+    Raises `SettingsError` with a list of all problems if there are any.
     """
     # Collect the inputs: the profile, and the settings with their sources.
     chosen = choose_profile(request)
@@ -259,7 +259,7 @@ def has_registry(reference: str) -> bool:
 def image_problem(reference: str) -> str:
     """Return a warning if an image reference can later resolve to a different image, or an empty string.
 
-    A digest is safe. A tag without a registry is also safe, because such an image exists only on the nodes.
+    A digest is safe. A tag without a registry is also accepted, because the image was probably loaded onto the nodes.
     """
     name = reference.rpartition("/")[2]
     tagged = name.partition(":")[2] not in ("", "latest")

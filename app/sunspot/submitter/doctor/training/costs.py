@@ -105,7 +105,7 @@ def rank_windows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _has_figures(record: Mapping[str, Any]) -> bool:
-    """Return True if a record has all measurements. Some exist only in a container with limits."""
+    """Return True if a record has all measurements. Measurements of memory can be null."""
     ranks = record["ranks"]
     return (
         all(isinstance(record.get(name), int | float) for name in ("time", "seconds"))
