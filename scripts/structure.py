@@ -47,7 +47,7 @@ BUDGETS = {
     "submitter": 1040,
     "submitter/cluster": 3491,
     "submitter/commands": 1830,
-    "submitter/doctor": 1580,
+    "submitter/doctor": 1600,
     "submitter/manifest": 1790,
     "tasks": 1150,
     "templates": 90,

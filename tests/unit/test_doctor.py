@@ -488,6 +488,16 @@ def test_doctor_reports_a_live_run_that_takes_no_steps(run: Run, sunspot: Comman
     assert list(findings(sunspot)) == ["healthy"], "six step times are not long enough"
 
 
+def test_doctor_reports_a_run_that_does_not_end_after_its_last_step(run: Run, sunspot: Command) -> None:
+    trains(run, state=RunState.FINISHING, step=100, heartbeat=time.time() - 700)
+    found = findings(sunspot)
+    assert list(found) == ["not ended"]
+    assert found["not ended"]["evidence"] == "all steps were taken 11 min ago, but the run has not ended"
+    assert "The last step is not saved yet" in found["not ended"]["advice"]
+    trains(run, state=RunState.FINISHING, step=100, heartbeat=time.time() - 500)
+    assert list(findings(sunspot)) == ["healthy"], "the last evaluation and checkpoint take a while"
+
+
 def test_a_long_first_step_is_not_reported(run: Run, sunspot: Command) -> None:
     trains(run, heartbeat=None)
     assert list(findings(sunspot)) == ["healthy"]

@@ -61,6 +61,8 @@ class Diagnosis(enum.StrEnum):
     "The run should be training but writes no status."
     NO_STEP = "no step"
     "The run writes its status but has not taken a step for a long time."
+    NOT_ENDED = "not ended"
+    "All steps were taken long ago, but the run has not ended."
     STOPPED = "stopped"
 
     # Kinds of findings about a run that makes progress but could be faster or safer.

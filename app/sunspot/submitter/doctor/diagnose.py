@@ -24,7 +24,7 @@ from sunspot.submitter.doctor.training.case import Case
 from sunspot.submitter.doctor.training.costs import find_losses, find_memory_growth, find_slow, summarize_figures
 from sunspot.submitter.doctor.training.diverged import find_not_finite
 from sunspot.submitter.doctor.training.goals import find_missed_goals
-from sunspot.submitter.doctor.training.halted import find_end, find_hung, find_stall
+from sunspot.submitter.doctor.training.halted import find_end, find_hung, find_late_end, find_stall
 from sunspot.submitter.doctor.training.memory_losses import find_out_of_memory
 from sunspot.submitter.doctor.training.saving import find_storage
 from sunspot.submitter.findings import Diagnosis, Finding, Severity, most_explaining_first
@@ -35,6 +35,7 @@ CHECKS = (
     find_end,
     find_hung,
     find_stall,
+    find_late_end,
     find_slow,
     find_memory_growth,
     find_storage,

@@ -19,6 +19,9 @@ NO_STEP_S = 60.0
 SLOW_STEPS = 10
 """Number of step durations without a step before a stall is reported."""
 
+END_S = 600.0
+"""Seconds after the last step in which a run is expected to evaluate, to save and to end."""
+
 FIRST_STEP_S = 300.0
 """Seconds without a first step before a stall is reported. The first step waits for compilation and for Ray Data's
 first rows."""
@@ -141,6 +144,26 @@ def find_hung(case: Case) -> Iterator[Finding]:
     when = f"when the group after attempt {number} began" if starting else f"after step {its[0].step}"
     evidence = f"{when}, {'; '.join(calls)}{others}"
     yield Finding(kind, severity, evidence, advice, details, cost=0.9, traces=traces)
+
+
+def find_late_end(case: Case) -> Iterator[Finding]:
+    """Find out whether a run has not ended although all steps were taken long ago."""
+    status = case.seen.status
+    if not status or not status.heartbeat or case.state is not RunState.FINISHING:
+        return
+    waited_s = (case.now - status.seen) + (status.time - status.heartbeat)  # each difference is of one clock
+    if waited_s > END_S:
+        saved = case.seen.checkpoint and case.seen.checkpoint.step >= status.total_steps
+        safe = (
+            "The last step is saved, so stopping the run loses nothing" if saved else "The last step is not saved yet"
+        )
+        where = "this machine" if case.local else "the head pod"
+        advice = (
+            "a long evaluation or a large checkpoint can explain this. Otherwise, check whether "
+            f"{where} has too little memory, so that Ray cannot end the run. {safe}"
+        )
+        evidence = f"all steps were taken {in_words(waited_s)} ago, but the run has not ended"
+        yield Finding(Diagnosis.NOT_ENDED, Severity.WARNING, evidence, advice, {"waited_s": round(waited_s)}, cost=0.5)
 
 
 def _advise_silent(case: Case, owner: Owner) -> str:
