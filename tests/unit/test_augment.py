@@ -48,7 +48,7 @@ def test_a_row_is_augmented_in_the_same_way_on_every_worker() -> None:
         assert not torch.isclose(augment(task, batch, other, DRAW)["image"], whole["image"]).any()
 
 
-def test_the_draw_method_does_not_repeat_the_numbers_of_torch_rand(group: dist.ProcessGroup) -> None:
+def test_the_draw_method_and_torch_rand_return_different_numbers(group: dist.ProcessGroup) -> None:
     run = TrainingRun(make_worker(plan_without_evaluation(Settings(task="tests.tasks.tiny", seed=3)), group))
     batch = next(run.batches())  # this seeds the generators
     assert not torch.isclose(run.draw(2), torch.rand(len(batch["row"]), 2)).any()

@@ -137,7 +137,7 @@ def newest(run: Run) -> Checkpoint | None:
     return find_newest_good(run, read_attempts(run))[0]
 
 
-def test_a_checkpoint_contains_the_state_of_its_step_although_training_continues(run: Run) -> None:
+def test_a_checkpoint_contains_the_state_of_its_step_even_if_training_continues(run: Run) -> None:
     trainee = Trainee(run)
     trainee.train(3)
     expected = trainee.state()

@@ -222,7 +222,7 @@ def limit_cpus(cluster: FakeCluster) -> None:
             "no pod labeled app.kubernetes.io/component=kuberay-operator runs",
             "without it, runs wait forever",
         ),
-        ("KubeRay operator", crash_operator, "failed", "1 pod labeled", "find out why it does not run"),
+        ("KubeRay operator", crash_operator, "failed", "1 pod labeled", "find out why it is not running"),
         ("KubeRay operator", hide_operator, "warning", "no pod labeled", "add-on, whose pods are hidden"),
         ("KubeRay operator", make_old, "warning", "operator:v1.6.2", "upgrade it"),
         (

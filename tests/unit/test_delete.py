@@ -296,7 +296,7 @@ def test_delete_refuses_a_live_run(sunspot: Command, run: Run, cluster: FakeClus
     assert JOB in cluster.jobs
 
 
-def test_a_run_that_trains_without_a_cluster_is_not_deleted(sunspot: Command, run: Run) -> None:
+def test_a_run_that_is_training_without_a_cluster_is_not_deleted(sunspot: Command, run: Run) -> None:
     attempt = start(begin(run), JOB)
     write_status(run, Status(RunState.RUNNING, JOB, attempt=1))
     assert sunspot("delete", "run", "--yes") == 6

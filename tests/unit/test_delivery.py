@@ -90,7 +90,7 @@ def test_a_driver_that_has_not_claimed_the_run_delivers_nothing(
     assert service.closed == []
 
 
-def test_each_record_is_delivered_once_although_the_run_moves(
+def test_each_record_is_delivered_once_even_if_the_run_moves(
     run: Run, first: Attempt, service: type[MemoryService]
 ) -> None:
     old, new = deliveries(run)

@@ -294,7 +294,7 @@ def test_a_run_that_is_starting_is_not_reported_as_an_error(cluster: FakeCluster
     assert "the operator gives up" in found["starting"]["advice"]
 
 
-def test_a_pending_pod_causes_only_a_warning_while_the_run_trains(
+def test_a_pending_pod_causes_only_a_warning_while_the_run_is_training(
     cluster: FakeCluster, job: Any, run: Run, sunspot: Command
 ) -> None:
     trains(run, owner=JOB)
@@ -996,7 +996,7 @@ def test_a_rejected_credential_is_the_first_finding_for_a_cluster_run(
     if not ended:
         assert sunspot.out.startswith(f"run: {state}\n\n1. cluster not seen (error)\n   http://127.0.0.1")
         assert "ask again; the other findings are from storage" in sunspot.out
-        assert sunspot.err == "error: run trains in a cluster that was not examined; the first finding says why\n"
+        assert sunspot.err == "error: run's cluster could not be examined; the first finding explains why\n"
     assert (sunspot.out + sunspot.err).count("rejected these credentials") == 1
 
 

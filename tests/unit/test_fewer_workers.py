@@ -1,4 +1,4 @@
-"""Tests of the finding about a run that trains with fewer workers than requested."""
+"""Tests of the finding about a run that is training with fewer workers than requested."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_missing_workers_are_reported_even_without_a_cluster(run: Run, sunspot: 
     assert found["fewer workers"]["waits_for"] == "room on this machine"
 
 
-def test_doctor_reports_the_number_of_replicas_that_train(run: Run, sunspot: Command) -> None:
+def test_doctor_reports_the_number_of_replicas_that_are_training(run: Run, sunspot: Command) -> None:
     train(run, 8, NUM_WORKERS="8..32", PARALLEL="hsdp", SHARD_DEGREE="8")
     assert "8 of 8..32 workers (1 of 1..4 replicas) train since" in findings(sunspot)["fewer workers"]["evidence"]
 

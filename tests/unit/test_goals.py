@@ -158,7 +158,7 @@ def test_a_run_is_warned_early_that_its_budget_does_not_suffice(train: Train) ->
     ]
 
 
-def test_a_run_that_waits_for_nodes_after_its_deadline_is_late() -> None:
+def test_a_run_that_is_waiting_for_nodes_after_its_deadline_is_late() -> None:
     expected = Forecast(now=1000.0, deadline=400.0)
 
     assert expected.late_s == 600

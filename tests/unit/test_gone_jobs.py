@@ -46,7 +46,7 @@ GONE = "its RayJob run-1 is gone from namespace sunspot"
 
 def test_every_command_reports_that_the_rayjob_is_gone(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
     train(run, silent_s=40)
-    said = f"{GONE}, so nothing trains it; saved at step 42; submit it again to continue from there"
+    said = f"{GONE}, so nothing is training it; saved at step 42; submit it again to continue from there"
     assert state(sunspot) == ("lost", said)
     assert sunspot("list", "--json") == 0
     assert (sunspot.json[0]["state"], sunspot.json[0]["reason"]) == ("lost", said)

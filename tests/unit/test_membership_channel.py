@@ -283,7 +283,7 @@ def test_the_other_members_are_told_about_a_lost_process(server: MembershipServe
 def test_a_process_presumed_lost_reconnects_before_its_step_completes() -> None:
     """A process alone in its group can spend a long time in a step, and the driver aborts if no process is left.
 
-    The process reconnects even if its collectives could not be broken.
+    The process reconnects even if its collectives could not be aborted.
     """
     ends = Mock(side_effect=RuntimeError("NCCL cannot be aborted"))
     with open_server(1) as server:

@@ -256,7 +256,7 @@ def test_the_audit_counts_each_pass_through_each_source() -> None:
     assert find_wrong_steps([consumed], LAYOUT, 8) == []
 
 
-def test_the_audit_finds_a_row_that_a_pass_repeats_although_the_next_pass_misses_it() -> None:
+def test_the_audit_finds_a_row_that_a_pass_repeats_even_if_the_next_pass_misses_it() -> None:
     """Each row is still consumed as often as expected over both passes."""
     consumed = record(LAYOUT, ORDER, 8).to_pylist()
     mine = [place for place, each in sorted(enumerate(consumed), key=lambda it: (it[1]["step"], it[1]["rank"], it[0]))]

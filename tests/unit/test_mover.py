@@ -249,7 +249,7 @@ FAILED = {
         "its RayJob is gone",
     ],
 )
-def test_only_a_run_that_trains_or_is_stranded_is_considered_for_a_move(
+def test_only_a_run_that_is_training_or_stranded_is_considered_for_a_move(
     job: dict[str, Any] | None, status: Status | None, expected: bool
 ) -> None:
     assert may_consider(snapshot(job, status), NOW) is expected

@@ -82,7 +82,7 @@ def test_the_new_driver_waits_until_the_old_driver_has_saved_and_exited(run: Run
     [(RunState.STOPPED, OLD, 0), (RunState.RUNNING, NEW, 0), (RunState.RUNNING, OLD, 100)],
     ids=["an ended", "another", "a silent"],
 )
-def test_the_new_driver_does_not_wait_for_a_driver_that_does_not_train(
+def test_the_new_driver_does_not_wait_for_a_driver_that_is_not_training(
     state: RunState,
     owner: str,
     silent_s: float,
@@ -333,7 +333,7 @@ def one_namespace(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("live", [True, False])
-def test_the_old_job_restarts_although_the_new_job_in_its_namespace_cannot_be_deleted(
+def test_the_old_job_restarts_even_if_the_new_job_in_its_namespace_cannot_be_deleted(
     live: bool, clusters: dict[str, FakeCluster], sunspot: Command, one_namespace: str
 ) -> None:
     cluster = clusters["east"]
@@ -437,7 +437,7 @@ def test_a_run_that_is_already_in_the_chosen_place_does_not_move(
     assert jobs(clusters) == {"east": 1, "west": 0}
 
 
-def test_a_run_that_does_not_train_is_moved_by_submitting_it_in_the_new_place(
+def test_a_run_that_is_not_training_is_moved_by_submitting_it_in_the_new_place(
     clusters: dict[str, FakeCluster], sunspot: Command, profile: str
 ) -> None:
     assert submit(sunspot, profile, "--place", "east") == 0, sunspot.err
@@ -454,7 +454,7 @@ def test_a_search_does_not_move(clusters: dict[str, FakeCluster], sunspot: Comma
     assert jobs(clusters) == {"east": 1, "west": 0}
 
 
-def test_a_run_that_trains_outside_the_places_of_the_profile_does_not_move(
+def test_a_run_that_is_training_outside_the_profiles_places_does_not_move(
     clusters: dict[str, FakeCluster], sunspot: Command, profile: str
 ) -> None:
     write_status(sunspot.run, Status(RunState.RUNNING, "run-1#a@sunspot/0", attempt=1))

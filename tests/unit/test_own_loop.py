@@ -97,7 +97,7 @@ def test_a_custom_loop_takes_the_same_steps_as_the_default_loop(
 
 
 @pytest.mark.parametrize(("parallel", "micro"), [("ddp", 2), ("fsdp", 0)])
-def test_an_infinite_loss_of_a_padding_row_does_not_affect_training(
+def test_an_infinite_loss_for_a_padding_row_does_not_affect_training(
     parallel: str, micro: int, tmp_path: Path, own: Callable[..., str]
 ) -> None:
     """Idle ranks get the first row twice. Its loss can be infinite, and 0 times infinity is not 0."""

@@ -223,7 +223,7 @@ def test_a_live_run_stays_in_its_place(clusters: dict[str, FakeCluster], sunspot
     assert submit(sunspot, profile, "--json") == 0, sunspot.err
     assert sunspot.json["action"] == "attached"
     assert submit(sunspot, profile, "--place", "east") == 6
-    assert "trains it, at step 0" in sunspot.err
+    assert "is training it, at step 0" in sunspot.err
     assert "in west (namespace sunspot)" in sunspot.err
     assert jobs(clusters) == {"east": 0, "west": 1}
 

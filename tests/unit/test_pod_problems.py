@@ -1,4 +1,4 @@
-"""Tests of the reasons why a run's pods do not run."""
+"""Tests of the reasons why a run's pods are not running."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def waiting(reason: str, message: str) -> dict[str, Any]:
     return {"phase": "Pending", "containerStatuses": [container]}
 
 
-def test_a_pod_that_runs_has_no_problem() -> None:
+def test_a_running_pod_has_no_problem() -> None:
     pods = [pod_view(pod("head", CLUSTER, head=True)), *(pod_view(pod(name, CLUSTER)) for name in ("a", "b"))]
     old = WarningEvent("a", "FailedMount", 'secret "keys" not found', 0.0)
     assert find_problems(job(), pods, [old]) == []

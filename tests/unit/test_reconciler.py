@@ -112,7 +112,7 @@ def test_a_run_that_moves_within_a_namespace_is_shown_as_running(
     reconciler.reconcile()
     assert shown == [("run", "running")]
     assert annotations(cluster, "run-1")["sunspot/state"] == "running"
-    assert annotations(cluster, "run-2") == {}, "it does not train yet"
+    assert annotations(cluster, "run-2") == {}, "it is not training yet"
 
 
 def put_failed_move(cluster: FakeCluster) -> None:

@@ -119,7 +119,7 @@ def status(state: RunState, ago: float, **fields: Any) -> Status:
         (None, True, None, 60, "stopped", "before its driver started"),
         (None, False, 5, 60, "starting", "its driver has started"),
         (None, False, LOST_AFTER_S + 1, None, "lost", "no sign of life since"),
-        (status(RunState.STARTING, LOST_AFTER_S + 1), False, None, None, "lost", "nothing trains it"),
+        (status(RunState.STARTING, LOST_AFTER_S + 1), False, None, None, "lost", "nothing is training it"),
         (status(RunState.RUNNING, 10), False, 10, None, "running", "2 workers train"),
         (status(RunState.RUNNING, 10), False, None, None, "running", ""),
         (status(RunState.RUNNING, 10), True, 10, None, "stopping", "told to stop"),

@@ -131,7 +131,7 @@ def test_scale_tries_again_if_the_ray_cluster_changes_at_the_same_time(
     assert ray.group["maxReplicas"] == 1
     ray.changed = 100
     assert sunspot("scale", "run", "1") == 4
-    assert "changed during 5 attempts; try again" in sunspot.err
+    assert "kept changing, so 5 updates failed; try again" in sunspot.err
 
 
 def test_scale_stores_no_request_if_the_user_is_not_allowed_to_release_pods(

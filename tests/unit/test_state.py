@@ -233,7 +233,7 @@ def test_a_job_fails_if_its_driver_failed_permanently() -> None:
 
 
 OUTAGE = (
-    "its Ray job runs; storage does not answer, so its progress is unknown; if the run's own processes are "
+    "its Ray job is running; storage does not answer, so its progress is unknown; if the run's own processes are "
     "cut off as well, they keep training for up to 600 s (STORAGE_TIMEOUT_S)"
 )
 
@@ -242,7 +242,7 @@ OUTAGE = (
 def test_unreachable_storage_does_not_make_a_run_silent(last: Status | None) -> None:
     assert judge(job(), status=last, trouble="no route to host") == (RunState.RUNNING, OUTAGE)
     refused = judge(job(), status=last, trouble="AccessDenied", refused=True)[1]
-    assert refused == "its Ray job runs; this user has no access to its storage, so its progress is unknown"
+    assert refused == "its Ray job is running; this user has no access to its storage, so its progress is unknown"
 
 
 @pytest.mark.parametrize("deployment", ["Initializing", "Suspended"])
@@ -334,7 +334,7 @@ def test_a_running_job_with_an_old_status_is_silent() -> None:
     state, reason = judge(job(), status=status(RunState.RUNNING, age=250), now=NOW)
     assert state is RunState.SILENT
     assert re.fullmatch(
-        r"no sign of life since \d{4}-.* UTC, 4 min ago, although its Ray job runs; "
+        r"no sign of life since \d{4}-.* UTC, 4 min ago, but its Ray job is running; "
         r"it might be frozen, cut off or gone",
         reason,
     )
@@ -355,7 +355,7 @@ def test_a_run_is_finishing_once_it_has_taken_all_steps() -> None:
 
 
 def test_a_job_that_no_operator_has_handled_for_some_time_is_reported() -> None:
-    assert "check that the KubeRay operator runs" in judge(job("", ""), now=NOW)[1]
+    assert "check that the KubeRay operator is running" in judge(job("", ""), now=NOW)[1]
     assert "operator" not in judge(job("", ""), now=CREATED + 5)[1]
 
 
@@ -435,7 +435,7 @@ def test_the_reason_why_a_run_is_pending_is_read_from_its_pods(pods: list[dict[s
         assert part in reason
 
 
-def test_one_worker_group_can_wait_for_pods_while_another_trains() -> None:
+def test_one_worker_group_can_wait_for_pods_while_another_is_training() -> None:
     of_two = replace(job(), training_groups=("workers", "workers-2"))
     pods = [view(raw) for raw in (head(), worker(1), worker(2, UNSCHEDULABLE))]
     state, reason = judge(of_two, pods, status=status(RunState.RUNNING, world_size=1), now=NOW)
@@ -487,7 +487,7 @@ def test_a_head_pod_that_is_being_deleted_is_reported_with_its_node(ago: float, 
     assert "told to go" not in reason
 
 
-def test_pod_problems_are_reported_while_a_run_trains() -> None:
+def test_pod_problems_are_reported_while_a_run_is_training() -> None:
     pods = [view(head()), view(worker(1)), view(worker(2, UNSCHEDULABLE))]
     state, reason = judge(job(), pods, status=status(RunState.RUNNING, world_size=1), now=NOW)
     assert state is RunState.RUNNING
@@ -554,7 +554,7 @@ def test_a_live_next_rayjob_continues_a_run_whose_old_rayjob_has_failed(deployme
     ],
     ids=["the old driver is silent", "the old driver has handed over", "the old driver has failed", "it has moved"],
 )
-def test_a_run_has_the_state_of_its_new_rayjob_once_the_old_driver_no_longer_trains(
+def test_a_run_has_the_state_of_its_new_rayjob_once_the_old_driver_is_no_longer_training(
     last: Status, state: RunState
 ) -> None:
     coming = next_job("Running" if state is RunState.RUNNING else "Initializing", "RUNNING")

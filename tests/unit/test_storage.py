@@ -701,7 +701,7 @@ def assert_nothing_left(storage: S3Storage) -> None:
     assert storage.list("run") == []
 
 
-def test_uploads_succeed_although_a_busy_server_rejects_some_requests(
+def test_uploads_succeed_even_if_a_busy_server_rejects_some_requests(
     s3_storage: S3Storage, s3_proxy: FaultProxy
 ) -> None:
     s3_proxy.on("CreateMultipartUpload", s3.answer(503, "SlowDown"), times=1)
@@ -873,7 +873,7 @@ def test_creating_an_object_is_retried_while_another_writer_is_active(
     s3_proxy.on("PutObject", s3.answer(409, "ConditionalRequestConflict"))
     assert not s3_storage.create("run/a", b"theirs")
     with pytest.raises(
-        StorageError, match=r"cannot create .*run/b: the service rejected the request 5 times"
+        StorageError, match=r"cannot create .*run/b: the service reported 5 times that the object exists"
     ) as raised:
         s3_storage.create("run/b", b"ours")
     assert not isinstance(raised.value, NotFoundError)

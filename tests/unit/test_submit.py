@@ -709,7 +709,7 @@ def test_a_run_that_is_live_elsewhere_is_taken_over_only_with_the_take_over_opti
     write_status(sunspot.run, Status(RunState.RUNNING, lives, step=7))
     for arguments in ((), ("--dry-run",)):
         assert sunspot.submit(*arguments) == 6
-        assert f"alive elsewhere: {Owner.parse(lives).describe()} trains it, at step 7" in sunspot.err
+        assert f"alive elsewhere: {Owner.parse(lives).describe()} is training it, at step 7" in sunspot.err
         assert "--take-over" in sunspot.err
         assert (cluster.jobs, newest_submission(sunspot.run)) == ({}, None)
     assert sunspot.submit("--take-over", "--json") == 0, sunspot.err

@@ -312,7 +312,7 @@ def test_the_guard_learns_of_an_abort_before_a_connection_is_closed() -> None:
         listening = socket.create_server(("127.0.0.1", 0))
         ours = socket.create_connection(listening.getsockname())
     groups.sums = guard = Watching()
-    groups.break_collectives()
+    groups.abort_collectives()
     assert guard.connected
     with ours, listening, pytest.raises(OSError, match="Broken pipe"):
         ours.send(b"x")

@@ -348,7 +348,7 @@ class Ended(BaseException):
 
 
 @pytest.mark.parametrize(("others_train", "trained"), [(True, False), (True, True), (False, False)])
-def test_a_replacement_that_cannot_train_does_not_stop_workers_that_train(
+def test_a_replacement_that_cannot_train_does_not_stop_workers_that_are_training(
     others_train: bool, trained: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     survivor = on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0)

@@ -159,7 +159,9 @@ def test_too_many_class_names_for_the_label_type_are_rejected(tmp_path: Path) ->
         ("9223372036854775807,+1", "int64", [2**63 - 1, 1]),
     ],
 )
-def test_csv_cells_become_the_declared_numbers(tmp_path: Path, cells: str, dtype: str, expected: list[float]) -> None:
+def test_csv_cells_are_converted_to_numbers_of_the_declared_type(
+    tmp_path: Path, cells: str, dtype: str, expected: list[float]
+) -> None:
     path = write(tmp_path / "a.csv", "x\n" + cells.replace(",", "\n"))
     found = everything(open_text(path, x=Column(dtype)))["x"]
     assert (found.dtype, found.tolist()) == (np.dtype(dtype), expected)

@@ -147,7 +147,7 @@ def _list_safetensors(storage: Storage, file: str, size: int) -> Iterator[Piece]
             dtype = DTYPES[entry["dtype"]]
             begin, end = entry["data_offsets"]
             if end - begin != math.prod(entry["shape"]) * dtype.itemsize or 8 + length + end > size:
-                raise ValueError("the header does not fit the file")
+                raise ValueError("the header's offsets do not match the tensors' shapes or the file's size")
             yield from _split(Values(name, dtype, entry["shape"], file, 8 + length + begin))
 
 

@@ -65,7 +65,10 @@ class Steps:
 
     @property
     def sizes(self) -> set[int]:
-        """The possible numbers of rows in a step. Only an epoch's last step can have fewer rows, or one more."""
+        """The numbers of rows that a step can have.
+
+        Every step has `batch` rows, except that an epoch's last step can have fewer rows or `batch` + 1.
+        """
         return {end - begin for begin, end in map(self.bounds, (0, self.per_epoch - 1))}
 
     def total(self, epochs: int, limit: int) -> int:

@@ -96,7 +96,7 @@ An RGB image of 6000 x 6000 pixels has fewer values.
 class ModelData:
     """Facts about a model's training data, as recorded in its checkpoints.
 
-    With these facts, rows for predictions are read in the same way as the training rows.
+    Prediction uses these facts to read rows in the same way as the training rows.
     """
 
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Reads a text, either Python's language reference or any file, as rows of bytes for language models."""
+"""Reads the bytes of a file, or of Python's language reference, as rows for language models."""
 
 import hashlib
 from dataclasses import dataclass

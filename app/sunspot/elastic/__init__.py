@@ -38,7 +38,7 @@ exchange of row IDs (AUDIT) always use gloo.
  1. membership_channel.MembershipServer   declares the process lost (`declare_lost`), reports the loss for its receipt
                                           (`_note_loss`), and tells the other members of its group that this group has
                                           ended. A group is also called a generation
- 2. membership_channel.MembershipClient   receives this message in each member, and breaks the collectives of the
+ 2. membership_channel.MembershipClient   receives this message in each member, and aborts the collectives of the
                                           member's process, so that no step hangs. Gloo's collectives then raise an
                                           error. NCCL's collectives return without an error, but with wrong sums
  3. train.loop.train_in_group             catches the error that ends the step. The error comes from a gloo collective,

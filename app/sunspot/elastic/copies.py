@@ -35,7 +35,7 @@ class NodeInventory(NamedTuple):
     snapshot: MemorySnapshot | None
     heartbeats: list[Heartbeat]
     parts: Sequence[MemorySnapshot] = ()
-    "Copies of parts of sharded states. Only the lowest rank of each node reports them."
+    "Copies of parts of sharded states. Only the lowest rank on each node reports them."
     live: LiveState | None = None
     "The reporting rank's live state."
     group: str = ""

@@ -204,7 +204,7 @@ class FailureJudge:
         what = describe(end, errors)
         continues, why, counts = self._judge(end, lost_members, only_lost, short)
         self._control.send(ControlChannel.set_counts, counts, replacements)
-        if only_lost:  # Ray's ranks are not those of the group that trains
+        if only_lost:  # Ray's ranks are not those of the group that is training
             what = f"{plural(len(errors), 'worker')} lost: {reason(next(iter(errors.values()))).rstrip('.')}"
         if continues:
             continues, why = self._leave_out_broken(find_suspects(end, errors), why)

@@ -1,7 +1,7 @@
 """Decides which worker processes form the group. One membership server, in the driver, runs this code for all members.
 
 A generation is one group with a fixed list of members, ordered by rank. The loss of a member closes the generation. All
-survivors then break their collectives and ask to join the next generation, which forms once all living members have
+survivors then abort their collectives and ask to join the next generation, which forms once all living members have
 asked. New processes and preempted nodes also change the group, but only between two steps: the server announces the
 change, and the members ask to join the next generation when their step is done.
 
@@ -108,7 +108,7 @@ Message = Generation | Close | Change | PassBarriers | None
 
 @dataclass(frozen=True)
 class MembershipSnapshot:
-    """The state of a `Membership` at one time."""
+    """The state of a `Membership` at a given time."""
 
     size: int
     "Number of processes that were started."

@@ -342,16 +342,16 @@ class MembershipClient:
         self,
         address: MembershipAddress,
         identity: Member,
-        break_collectives: Callable[[], None],
+        abort_collectives: Callable[[], None],
         step_barrier: StepBarrier | None = None,
     ) -> None:
-        """Create a client. Its own thread calls `break_collectives` when the group of this process has ended.
+        """Create a client. Its own thread calls `abort_collectives` when the group of this process has ended.
 
         `step_barrier` is the process's barrier under hsdp.
         """
         self._address = address
         self._identity = identity
-        self._break_collectives = break_collectives
+        self._abort_collectives = abort_collectives
         self._step_barrier = step_barrier
         self._connecting = threading.Lock()
         self._link: Link | None = None
@@ -545,6 +545,6 @@ class MembershipClient:
     def _end_generation(self) -> None:
         self._closed.set()
         try:
-            self._break_collectives()
+            self._abort_collectives()
         except Exception:  # the listening thread must continue
-            log.exception("could not break the collectives of a group that has ended")
+            log.exception("could not abort the collectives of a group that has ended")

@@ -123,9 +123,9 @@ class NodeMonitor:
         return found
 
     def _find_better(self, group: WorkerGroup, nodes: list[dict[str, Any]]) -> NodeEvent | None:
-        """Return an event if better nodes can replace some of the group's nodes.
+        """Return an event if the group uses nodes that are no longer needed, and other nodes have room for its workers.
 
-        Returns None if the group uses none of the nodes to release, because Ray's autoscaler releases idle nodes.
+        Nodes that the group does not use cause no event, because Ray's autoscaler releases idle nodes by itself.
         """
         if not self._choice:
             return None

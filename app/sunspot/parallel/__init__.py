@@ -1,8 +1,8 @@
 """Collective operations of all workers.
 
-`process_group` forms torch's process groups in survivor mode, and breaks them if a worker is lost. `replica_groups`
+`process_group` forms torch's process groups in survivor mode, and aborts them if a worker is lost. `replica_groups`
 forms a group of the workers in each replica, and a group of the workers with each shard (hsdp). `step_barrier` makes
-sure that the shards of all workers belong to the same step. `sum_guard` keeps the sums of a broken group out of the
+sure that the shards of all workers belong to the same step. `sum_guard` keeps an aborted group's sums out of the
 parameters. `collectives` lets all workers agree, wait for each other, or compare values. `mesh` tells torch which shard
 a worker holds. `sharding` moves the model to each worker (ddp), or divides its tensors among the workers (fsdp).
 `recompute` computes activations again in the backward pass, instead of keeping them. `gradients` averages gradients

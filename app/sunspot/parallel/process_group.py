@@ -1,4 +1,4 @@
-"""Forms a generation's process groups without Ray, and breaks them after the loss of a member.
+"""Forms a generation's process groups without Ray, and aborts them if a member is lost.
 
 A gloo collective usually raises an error at once if it waits for a process that exits. A collective that waits for a
 lost node, for a stopped process, or for a member that is blocked itself does not end until it times out. No public API
@@ -65,7 +65,7 @@ class ProcessGroups:
         """Prepare groups that sum gradients on `device`. CPU collectives time out after `limit_s` seconds.
 
         Connections to `server`, the membership server's address, are never closed, even if they were opened while a
-        group formed. `replicas` are formed and broken together with the default group.
+        group formed. `replicas` are formed and aborted together with the default group.
         """
         self._device = device
         self._limit = timedelta(seconds=limit_s)
@@ -93,13 +93,13 @@ class ProcessGroups:
     ) -> dist.ProcessGroup:
         """Form the group for gradients and the group for decisions, and return the latter.
 
-        Call this inside `forming`, which breaks groups that need longer than `limit_s`. The store is opened here, so
-        that `break_collectives` also closes its connection. Raises `RuntimeError` if a member is lost before the groups
+        Call this inside `forming`, which aborts groups that need longer than `limit_s`. The store is opened here, so
+        that `abort_collectives` also closes its connection. Raises `RuntimeError` if a member is lost before the groups
         have formed, and `SettingsError` if this process cannot open enough files.
         """
         allow_open_files("a worker", FILES_PER_MEMBER, world_size)
         self._form_by = time.monotonic() + limit_s
-        with self._ending:  # so that a running `break_collectives` trips the guard of the group that it aborts
+        with self._ending:  # so that a running `abort_collectives` trips the guard of the group that it aborts
             self.sums = SumGuard(self._device if self._device.type == "cuda" and world_size > 1 else None)
         if self._server[0] == LOOPBACK:
             os.environ |= {name: os.environ.get(name, value) for name, value in ON_LOOPBACK.items()}
@@ -128,13 +128,13 @@ class ProcessGroups:
     def forming(self, is_closed: Callable[[], bool]) -> Iterator[None]:
         """Context manager for forming groups. All sockets that are opened inside it belong to the groups.
 
-        The groups are broken once their generation `is_closed`, or after their time limit. This limit is needed because
+        The groups are aborted once their generation `is_closed`, or after their time limit. The limit is needed because
         torch's timeouts apply only to collectives of groups that have formed.
         """
 
         def check() -> None:
             if is_closed() or self._overdue:
-                self.break_collectives()
+                self.abort_collectives()
 
         self._before = {name for _, name in _sockets()}
         try:
@@ -145,8 +145,8 @@ class ProcessGroups:
             self._own |= {name for _, name in _sockets()} - self._before
             self._before, self._form_by = None, math.inf
 
-    def break_collectives(self) -> None:
-        """End all collectives in this process, from any thread.
+    def abort_collectives(self) -> None:
+        """Abort all collectives in this process, from any thread.
 
         `SumGuard.trip` is called first. Gloo's collectives then raise an error. NCCL's collectives end without an
         error but with wrong sums, which the guard keeps out of the parameters.

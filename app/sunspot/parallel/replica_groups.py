@@ -38,7 +38,7 @@ STUCK_S = 5.0
 
 
 class ReplicaGroups:
-    """The process groups of a worker's replica and shard. They are replaced after each loss of a worker."""
+    """The process groups of a worker's replica and shard. The groups are replaced whenever a worker is lost."""
 
     def __init__(self, degree: int) -> None:
         """Prepare groups with `degree` workers in each replica."""
@@ -74,7 +74,7 @@ class ReplicaGroups:
     def mesh(self, device_type: str) -> DeviceMesh:
         """Return a mesh that tells FSDP2 which shard this worker holds. Call `connect` once the model is sharded.
 
-        The workers form new groups after each loss, but a mesh always keeps its first group. The mesh's group is
+        New groups are formed whenever a worker is lost, but a mesh always keeps its first group. The mesh's group is
         therefore only a placeholder. It uses torch's `fake` backend, which never connects or communicates.
         """
         assert self._shape

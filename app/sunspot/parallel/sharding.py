@@ -171,7 +171,7 @@ def has_several(model: nn.Module) -> TypeIs[nn.ModuleDict | nn.ModuleList]:
 
 
 def models_in(model: nn.Module) -> list[nn.Module]:
-    """Return the models in a container of several models, or a list with the model itself."""
+    """Return the models in `model` if it is a container of several models, otherwise a list with only `model`."""
     return list(model.children()) if has_several(model) else [model]
 
 

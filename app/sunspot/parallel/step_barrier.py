@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 
 CLOSED_WITHIN_S = 3.0
-"""Seconds within which a member learns that its group is closed, after a loss has broken a collective."""
+"""Seconds within which a member learns that its group is closed, after a loss has interrupted a collective."""
 
 ANSWER_WITHIN_S = 15.0
 """Seconds to wait for the driver's answer. The driver waits for each live member until it counts as lost, which takes

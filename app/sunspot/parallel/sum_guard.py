@@ -4,7 +4,7 @@ An aborted NCCL collective ends without an error, and leaves a wrong sum. A work
 change of parameters, but the GPU would then have no work until the optimizer's kernels arrive. Instead, the GPU itself
 finds out whether the sums are complete:
 
-1. `trip` sets a word in main memory. `ProcessGroups.break_collectives` calls it *before* it aborts any
+1. `trip` sets a word in main memory. `ProcessGroups.abort_collectives` calls it *before* it aborts any
    collective.
 2. `begin_step` queues a read of this word behind the sums. If the GPU reads 0, no abort had begun by then, so the sums
    are complete. If it reads 1, they may be wrong.

@@ -22,7 +22,7 @@ says little about the next morning.
 
 @dataclass(frozen=True)
 class Sighting:
-    """The nodes that a run found in a place at one time."""
+    """The share of a run's wanted nodes that were available in a place at a given time."""
 
     place: str
     time: float

@@ -61,10 +61,10 @@ def clear_handover(run: Run) -> None:
 
 
 def take_over_from(run: Run, old: str, new: str) -> None:
-    """Ask the driver of owner `old` to save and stop in favor of owner `new`, and wait until `old` no longer trains.
+    """Ask the driver of owner `old` to save and stop in favor of owner `new`, and wait until `old` stops training.
 
-    Returns at once if `old` does not train. Raises `StorageError`, and `ConflictError` if `old` still trains after
-    HANDED_OVER_WITHIN_S.
+    Returns at once if `old` is not training. Raises `StorageError`, and `ConflictError` if `old` is still training
+    after HANDED_OVER_WITHIN_S.
     """
     deadline = time.monotonic() + HANDED_OVER_WITHIN_S
     try:
@@ -80,7 +80,7 @@ def take_over_from(run: Run, old: str, new: str) -> None:
 
 
 def has_handed_over(run: Run, old: str, new: str) -> bool:
-    """Return True if owner `old` no longer trains. Otherwise, make sure that a request by `new` is in storage."""
+    """Return True if owner `old` is no longer training. Otherwise, make sure that a request by `new` is in storage."""
     if not _trains(run, old):
         return True
     request = read_handover(run)

@@ -110,7 +110,7 @@ class Receipt:
 
     @property
     def replayed(self) -> int:
-        """The number of optimizer steps that were repeated, or the smallest possible number if `at_least` is True."""
+        """The number of optimizer steps that were repeated. The number is a lower bound if `at_least` is True."""
         return max(0, self.last_step - self.step)
 
     @property

@@ -186,7 +186,7 @@ def state_from_storage(status: Status | None, summary: RunSummary, now: float) -
     if now - seen > LOST_AFTER_S:
         if summary.stop_requested:
             return RunState.STOPPED, f"told to stop; {silence}"
-        return RunState.LOST, f"{silence}: nothing trains it; {START_AGAIN}"
+        return RunState.LOST, f"{silence}: nothing is training it; {START_AGAIN}"
     if summary.stop_requested:
         return RunState.STOPPING, f"told to stop; {silence or 'it saves and ends'}"
     if silence:

@@ -207,8 +207,8 @@ class Settings(BaseModel):
     """CUDA graphs for forward and backward passes. auto captures a graph for each frequent input shape, and
     prints the reason if it cannot."""
     parallel: Literal["ddp", "fsdp", "hsdp"] = setting("ddp", "ddp, fsdp or hsdp")
-    """Distribution of the model. ddp keeps a copy on each worker, and fsdp splits the model among all workers. hsdp
-    keeps several copies, and splits each of them among SUNSPOT_SHARD_DEGREE workers."""
+    """Strategy for distributing the model. ddp keeps a copy on each worker, and fsdp splits the model among all
+    workers. hsdp keeps several copies, and splits each of them among SUNSPOT_SHARD_DEGREE workers."""
     shard_degree: int = setting(0, "an integer >= 0", ge=0)
     "Number of workers that hold one copy of the model under hsdp, or 0 for the workers of one node."
     reshard_after_forward: Literal["auto", "true", "false"] = setting("auto", "auto, true or false")
@@ -224,7 +224,8 @@ class Settings(BaseModel):
     checkpoints_to_keep: int = setting(3, "an integer >= 1", ge=1)
     "Number of best checkpoints to keep. The newest checkpoint is always kept, too."
     checkpoint_metric: str = setting("loss", "the name of a metric, e.g. loss or test_accuracy", min_length=1)
-    "Metric that ranks checkpoints, from held-out rows or, if there are no such rows, the last 10,000 training rows."
+    """Metric by which checkpoints are ranked. The metric is computed on the held-out rows or, if there are no such
+    rows, on the last 10,000 training rows."""
     checkpoint_order: Literal["min", "max"] = setting("min", "min or max")
     "Direction in which SUNSPOT_CHECKPOINT_METRIC improves: lower (min) or higher (max)."
     early_stop_evaluations: int = setting(0, "an integer >= 0", ge=0)

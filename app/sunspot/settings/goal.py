@@ -31,12 +31,12 @@ def parse_budget(text: str) -> float | None:
 
 
 def check_deadline(text: str) -> str:
-    """Return `text` unchanged if it is a valid deadline. Otherwise raises `ValueError`, as `parse_deadline` does."""
+    """Return `text` unchanged if it is a valid deadline. Otherwise, raise `ValueError`, as `parse_deadline` does."""
     parse_deadline(text)
     return text
 
 
 def check_budget(text: str) -> str:
-    """Return `text` unchanged if it is a valid budget. Otherwise raises `ValueError`, as `parse_budget` does."""
+    """Return `text` unchanged if it is a valid budget. Otherwise, raise `ValueError`, as `parse_budget` does."""
     parse_budget(text)
     return text

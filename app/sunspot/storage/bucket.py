@@ -110,7 +110,7 @@ class Bucket(Storage):
 
     @abstractmethod
     def _put_new(self, key: str, data: bytes) -> bool:
-        """Write an object unless it exists. Return False if the service reports that it exists."""
+        """Write an object unless it exists. Return False if the service reports that it exists or is being written."""
 
     @abstractmethod
     def _begin_upload(self, key: str) -> PartUpload:
@@ -176,8 +176,8 @@ class Bucket(Storage):
                 return self.read(key) == data
             time.sleep(RACE_PAUSE_S * (tries + 1))
         raise StorageError(
-            f"cannot create {self.locate(key)}: the service rejected the request {RACE_TRIES} times, but the object "
-            "does not exist"
+            f"cannot create {self.locate(key)}: the service reported {RACE_TRIES} times that the object exists "
+            "or is being written, but no object was found"
         )
 
     @contextlib.contextmanager

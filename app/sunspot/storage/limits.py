@@ -93,7 +93,10 @@ class ProgressDeadline:
 
     @contextlib.contextmanager
     def operation(self, where: str, gives_s: float) -> Iterator[None]:
-        """Context manager for an operation on the object at `where`. The response adds `gives_s` seconds."""
+        """Context manager for an operation on the object at `where`.
+
+        When the operation ends, the deadline is extended by up to `gives_s` seconds.
+        """
         this = object()
         with self._lock:
             self._running[this] = where
@@ -105,7 +108,7 @@ class ProgressDeadline:
             self.give_back(gives_s)
 
     def give_back(self, seconds: float) -> None:
-        """Record progress, and extend the deadline by `seconds`. Do nothing if `seconds` is zero."""
+        """Record progress, and extend the deadline by up to `seconds`. Do nothing if `seconds` is zero."""
         if seconds:
             with self._lock:
                 self._progress = time.monotonic()

@@ -89,7 +89,7 @@ class Diagnosis(enum.StrEnum):
     "Interrupted commits still take up space."
 
     FEWER_WORKERS = "fewer workers"
-    "The run trains with fewer workers than requested."
+    "The run is training with fewer workers than requested."
     HEALTHY = "healthy"
 
 
@@ -108,7 +108,7 @@ class Severity(enum.StrEnum):
     """The severities of findings, from the most to the least severe."""
 
     ERROR = "error"
-    "The run does not train and will not start training by itself."
+    "The run is not training and will not start training by itself."
     WARNING = "warning"
     "The problem costs time or could end the run later."
     NOTE = "note"

@@ -277,7 +277,7 @@ def set_tf32(allowed: bool) -> None:
 def open_memory(run: Run, settings: Settings, place: WorkerPlace, survivor: Survivor | None) -> NodeMemory | None:
     """Return the shared memory for this worker's copies, or None if this worker keeps no copies.
 
-    Under DDP every worker has the whole state, so only one worker of each node keeps copies.
+    Under DDP, every worker has the whole state, so only one worker per node keeps copies.
     """
     nodes = place.nodes
     first = nodes.index(nodes[place.rank]) == place.rank if survivor else ray.train.get_context().get_local_rank() == 0

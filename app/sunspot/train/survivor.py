@@ -82,7 +82,7 @@ class Survivor:
         name = f"{context.get_actor_id()}-{process_name()}"  # `replace_lost_alone` looks for the actor id
         member = Member(name, context.get_node_id(), host=socket.gethostname())
         barrier = replicas.step_barrier if replicas else None
-        self._client = MembershipClient(address, member, self.groups.break_collectives, barrier)
+        self._client = MembershipClient(address, member, self.groups.abort_collectives, barrier)
         self._worker: Worker | None = None
         self._trained = False
         "True once this process has trained in a group."
@@ -181,7 +181,7 @@ class Survivor:
     def open_memory(self, location: str, first: bool) -> NodeMemory:
         """Return the shared memory for this process's copies. It is opened once for all groups of the process.
 
-        `first` is True for the first worker of each node. This worker prints warnings for the whole node.
+        `first` is True for the first worker on each node. This worker prints warnings for the whole node.
         """
         self._memory = self._memory or NodeMemory(location, warns=first)
         return self._memory

@@ -337,7 +337,7 @@ class FewRows:
 
 
 def refuse_infinite(learner: Learner, taken: Step) -> None:
-    """Raise `SunspotError` if the loss of a row is not finite. The error names the first such row."""
+    """Raise `SunspotError` if a row's loss is not finite. The error names the first such row."""
     losses = torch.cat([values["loss"] for values in taken.values if "loss" in values] or [torch.empty(0)])
     bad = (~torch.isfinite(losses)).nonzero().flatten().tolist()
     if bad and taken.rows is not None:

@@ -6,7 +6,7 @@
    (`applied`). `moving.move_run` moves a live run to another place.
 3. `observation.RunAccess` reads the run from the cluster (`state.ClusterSeen`, made of `views`) and from storage
    (`run.seen.RunSeen`). `gone_jobs` finds RayJobs that were deleted before their runs had ended.
-4. `pod_problems.find_problems` explains why pods do not run. `state.judge` combines everything seen into one state
+4. `pod_problems.find_problems` explains why pods are not running. `state.judge` combines everything seen into one state
    and a reason.
 5. `records` combines cluster and storage for `status` and `list`. `progress_lines` prints progress.
 6. `waiting.wait_for_end` follows a run to its end, and restarts it if the operator gives up on its head pod.

@@ -139,7 +139,7 @@ def _ask_plugin(plugin: dict[str, Any], cluster: dict[str, Any], folder: Path) -
         fix = " ".join(str(plugin.get("installHint") or "install it in a folder on PATH").split())
         why = f"cannot be run here ({error.strerror or shorten(error)}); {fix}"
     except subprocess.TimeoutExpired:
-        why = f"did not answer within {PLUGIN_WITHIN_S:.0f} s; check whether it waits for you to sign in"
+        why = f"did not answer within {PLUGIN_WITHIN_S:.0f} s; check whether it is waiting for you to sign in"
     except subprocess.CalledProcessError as error:
         why = f"ended with {error.returncode}; sign in again, as its output above says"
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -49,9 +49,9 @@ CLAIMED_WITHIN_S = 180.0
 def may_consider(snapshot: RunSnapshot, now: float) -> bool:
     """Return True if a move to another place may be considered. `now` is in seconds since the epoch.
 
-    A run is not moved if it has ended, or if something other than its newest RayJob trains it. If a run has no driver
-    yet, a move is considered after NODES_WITHIN_S. If its driver is silent, a move is considered after LOST_AFTER_S,
-    because the operator might replace the head before then.
+    A run is not moved if it has ended, or if something other than its newest RayJob is training it. If a run has no
+    driver yet, a move is considered after NODES_WITHIN_S. If its driver is silent, a move is considered after
+    LOST_AFTER_S, because the operator might replace the head before then.
     """
     job, seen = snapshot.job, snapshot.storage
     status = seen.status

@@ -101,7 +101,7 @@ def _wait_for_claim(submission: Submission, before: Status, timeout: float) -> A
                 raise GaveUpError(f"{run.name} has not moved to {place}, because {failure}; {stays}")
             late_s = time.monotonic() - deadline
             if late_s > (HANDED_OVER_WITHIN_S if read_handover(run) else 0):
-                doctor = f"`sunspot doctor {submission.access.arguments}` says why its pods do not run"
+                doctor = f"`sunspot doctor {submission.access.arguments}` explains why its pods are not running"
                 raise GaveUpError(f"{run.name} got no nodes in {place} within {timeout:.0f} s; {stays}; {doctor}")
             time.sleep(POLL_EVERY_S)
 

@@ -109,7 +109,8 @@ class RunJob:
 def _find_left_job(rendered: Rendered) -> RunJob | None:
     """Return the run's RayJob in its previous place.
 
-    Returns None if the run was not in a different place before, or if the run's driver is alive.
+    Returns None if the run has not changed places, if its driver is alive, or if the profile no longer has the previous
+    place.
     """
     request, settings = rendered.request, rendered.settings
     run = open_run(settings.storage_path, settings.run_name)

@@ -1,4 +1,4 @@
-"""Finds the reasons why a run's pods do not run.
+"""Finds out why a run's pods are not running.
 
 `sunspot status` prints the head's problem or the workers' most common problem. `sunspot doctor` prints every problem
 and its fix.
@@ -38,7 +38,7 @@ EXPLAINED_BY_STATUS = ("FailedScheduling", "Unhealthy", "BackOff", "Failed", "No
 
 @dataclass(frozen=True)
 class PodProblem:
-    """A reason why a pod does not run."""
+    """A reason why a pod is not running."""
 
     kind: Diagnosis
     pod: str
@@ -57,7 +57,7 @@ class PodProblem:
 
 
 def find_problems(job: JobView, pods: Pods, warnings: Warnings) -> list[PodProblem]:
-    """Find the reasons why a RayJob's pods do not run, in the order of `pods`.
+    """Find the reasons why a RayJob's pods are not running, in the order of `pods`.
 
     If pods are missing and a warning says why they cannot be created, that reason comes last. `pods` belong to the
     RayJob's current cluster, and `warnings` are sorted from newest to oldest.
@@ -72,7 +72,7 @@ def find_problems(job: JobView, pods: Pods, warnings: Warnings) -> list[PodProbl
 
 
 def find_problem(pod: PodView, warnings: Warnings = ()) -> PodProblem | None:
-    """Return the reason why a pod does not run, or None if neither its status nor a warning shows a reason."""
+    """Return the reason why a pod is not running, or None if neither its status nor a warning shows a reason."""
     group = HEAD if pod.head else pod.group
     if pod.lost:
         fix = "another pod replaces it when a node has room"

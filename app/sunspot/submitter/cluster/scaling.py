@@ -43,7 +43,7 @@ class Scaled:
     given: WorkerRange
     "The setting NUM_WORKERS, which `sunspot scale` restores if it is given this range."
     training: int
-    "Number of workers that train now."
+    "Number of workers that are training now."
     pods: tuple[str, ...] = ()
     "Names of the pods that were removed."
 
@@ -146,7 +146,7 @@ class WorkerPods:
                     raise
             else:
                 return removed
-        raise ClusterError(f"the RayCluster {self.job.cluster} changed during {PATCH_TRIES} attempts; try again")
+        raise ClusterError(f"RayCluster {self.job.cluster} kept changing, so {PATCH_TRIES} updates failed; try again")
 
     def _plan(
         self, found: Mapping[str, Any], workers: int, hosts: Collection[str]
@@ -175,9 +175,9 @@ class WorkerPods:
 
 
 def _find_pods(access: RunAccess, snapshot: RunSnapshot) -> WorkerPods | None:
-    """Return the run's training pods, or None if the run does not train in a RayCluster of its own.
+    """Return the run's training pods, or None if the run is not training in its own RayCluster.
 
-    Raises `ClusterError` if the cluster does not answer, and `ConflictError` if the run trains in another cluster.
+    Raises `ClusterError` if the cluster does not answer, and `ConflictError` if another cluster is training the run.
     """
     status, job = snapshot.storage.status, snapshot.training_job
     if job and access.cluster and status and owns(job, status.owner):

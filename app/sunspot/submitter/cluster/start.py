@@ -136,7 +136,7 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, t
     def submission(action: str, reason: str) -> Submission:
         return Submission(access, name, action, reason, dry_run, place_of(prepared.manifest))
 
-    # Reject the job if another owner trains the run, or if another run has the job's name.
+    # Reject the job if another owner is training the run, or if another run has the job's name.
     snapshot, job = _observe_job(access, name)
     if snapshot.storage.summary.deleting:
         raise ConflictError(f"{run.name} is {RunState.DELETING}: {snapshot.state()[1]}; submit again once it is gone")
@@ -170,7 +170,7 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False, t
     state, reason = snapshot.state() if snapshot.known else (RunState.LOST, "")
     status = snapshot.storage.status
     stop_wanted = snapshot.storage.summary.stop_requested
-    # During a move, attach only to a live RayJob that asks the driver that trains now to save and end.
+    # During a move, attach only to a live RayJob that asks the driver that is training now to save and end.
     moves_too = job is not None and job.live and settings_of(job.raw).get(MOVES_FROM) == moves_from
     if job and (moves_too or not moves_from) and not state.terminal and not elsewhere:
         if stop_wanted and not dry_run:
@@ -321,10 +321,10 @@ def describe_owner_elsewhere(access: RunAccess, snapshot: RunSnapshot) -> str:
         return ""
     ago = in_words(snapshot.cluster.time - status.seen)
     return (
-        f"{access.run.name} is alive elsewhere: {owner.describe()} trains it, at step {status.step}, and was last "
-        f"heard of {ago} ago. `sunspot stop {stored_arguments(access.run)}` makes it save and end; then submit "
-        "again. To take the run over while it trains, submit it with --take-over, and it continues from its newest "
-        f"checkpoint. Once its owner has been silent for {SILENT_AFTER_S:.0f} s, the option is not needed"
+        f"{access.run.name} is alive elsewhere: {owner.describe()} is training it, at step {status.step}, and was "
+        f"last heard of {ago} ago. `sunspot stop {stored_arguments(access.run)}` makes it save and end; then submit "
+        "again. To take the run over while it is training, submit it with --take-over, and it continues from its "
+        f"newest checkpoint. Once its owner has been silent for {SILENT_AFTER_S:.0f} s, the option is not needed"
     )
 
 

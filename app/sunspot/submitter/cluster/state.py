@@ -80,7 +80,7 @@ class GoneJob:
         if stop_wanted:
             return RunState.STOPPED, f"told to stop; {gone}; {saved}"
         again = "submit it again" if self.saved_step is None else "submit it again to continue from there"
-        return RunState.LOST, f"{gone}, so nothing trains it; {saved}; {again}"
+        return RunState.LOST, f"{gone}, so nothing is training it; {saved}; {again}"
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ def _judge_try(seen: ClusterSeen, job: JobView, last: Status | None, stored: Run
         if job.failed:
             return RunState.RETRYING, f"{describe_failed_tries(job, stored)}; {why}"
         if not deployment and seen.time - job.created > OPERATOR_OVERDUE_S:
-            check = "check that the KubeRay operator runs and watches this namespace"
+            check = "check that the KubeRay operator is running and watches this namespace"
             why = f"no operator has handled its RayJob; {check}"
         return RunState.PENDING, why
     if ray == "FAILED" or job.failed_for_good or (own and own.state is RunState.FAILED):
@@ -276,18 +276,18 @@ def _running(seen: ClusterSeen, job: JobView, own: Status | None, stored: RunSee
     why = summarize_pod_problems(seen, job)
     and_why = f"; {why}" if why else ""
     if own is None and stored.trouble:
-        return RunState.RUNNING, f"its Ray job runs; {explain_trouble(job, stored)}{and_why}"
+        return RunState.RUNNING, f"its Ray job is running; {explain_trouble(job, stored)}{and_why}"
     if own is None:
-        waits = f"driver runs, and has not written its status to storage yet{and_why}"
+        waits = f"driver is running, but has not written its status to storage yet{and_why}"
         if job.failed:
             return RunState.RETRYING, f"{describe_failed_tries(job, stored)}; the next attempt's {waits}"
         return RunState.STARTING, f"its {waits}"
     state = RunState.STARTING if own.state is RunState.LOST else own.state
     silence = _silence(own, seen.time)
     if silence and stored.trouble:
-        return state, f"its Ray job runs; {explain_trouble(job, stored)}{and_why}"
+        return state, f"its Ray job is running; {explain_trouble(job, stored)}{and_why}"
     if silence:
-        return RunState.SILENT, f"{silence}, although its Ray job runs; it might be frozen, cut off or gone{and_why}"
+        return RunState.SILENT, f"{silence}, but its Ray job is running; it might be frozen, cut off or gone{and_why}"
     several_groups = len(job.training_groups) > 1  # one group can wait for pods while another one trains
     default = (
         describe_work(own, find_unmet_request(job, stored))

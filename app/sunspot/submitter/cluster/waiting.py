@@ -210,7 +210,7 @@ def _replace(cluster: Cluster, restart: Restart) -> SunspotError | None:
         cluster.delete_job(job)
         if cluster.has_job(job):
             return GaveUpError(
-                f"{job.name} was deleted but still exists; check that the operator runs, then submit again"
+                f"{job.name} was deleted but still exists; check that the operator is running, then submit again"
             )
         if restart.manifest:
             cluster.apply(restart.manifest)

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
     else:
         _print_report(access.run.name, report, args.stacks)
     if report.cluster_trouble:
-        raise ClusterError(f"{access.run.name} trains in a cluster that was not examined; the first finding says why")
+        raise ClusterError(f"{access.run.name}'s cluster could not be examined; the first finding explains why")
 
 
 def _print_report(name: str, report: Examination, stacks: bool) -> None:

@@ -2,7 +2,7 @@
 
 For a run, `diagnose.examine` collects the findings of these modules:
 
-    pending.py            RayJobs that do not start and pods that do not run
+    pending.py            RayJobs that do not start and pods that are not running
     unschedulable.py      pods that fit on no node, with the help of schedulable_nodes.py
     failed_tries.py       failures that storage does not record
     training/             problems of a run that has started

@@ -97,7 +97,7 @@ def _check_operator(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Chec
         seen = f"no pod labeled {OPERATOR} runs in any namespace"
         if pods:
             seen = f"none of the {plural(len(pods), 'pod')} labeled {OPERATOR} are ready"
-        fix = "install it, or find out why it does not run; without it, runs wait forever"
+        fix = "install it, or find out why it is not running; without it, runs wait forever"
         hidden = _is_on_gke(cluster)
         if hidden:
             fix = "check that the cluster has GKE's Ray operator add-on, whose pods are hidden, or install the operator"

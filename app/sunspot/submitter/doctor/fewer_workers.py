@@ -1,4 +1,4 @@
-"""Explains why a run trains with fewer workers than requested."""
+"""Explains why a run is training with fewer workers than requested."""
 
 from collections.abc import Iterator
 
@@ -19,7 +19,7 @@ MAX_NAMED = 3
 
 
 def find_fewer_workers(case: Case, seen: ClusterSeen) -> Iterator[Finding]:
-    """Yield a finding if a run trains with fewer workers than requested."""
+    """Yield a finding if a run is training with fewer workers than requested."""
     status = case.seen.status
     given = read_workers(case.setting("num_workers"))
     requested = narrowed(given, case.seen.scale) if given else None

@@ -1,4 +1,4 @@
-"""Explains why a run's RayJob does not start, or why its pods do not run."""
+"""Explains why a run's RayJob does not start, or why its pods are not running."""
 
 from collections.abc import Iterator
 
@@ -27,7 +27,7 @@ from sunspot.submitter.manifest.quotas import ASK_FOR_LESS, parse_exceeded
 from sunspot.submitter.manifest.requirements import pod_templates
 
 NOT_BEGUN = (RunState.PENDING, RunState.STARTING, RunState.RETRYING, RunState.FAILED)
-"""States in which missing pods mean that a run does not train at all."""
+"""States in which missing pods mean that a run is not training at all."""
 
 DEADLINES = {
     "PreRunningDeadlineExceeded": ("preRunningDeadlineSeconds", "pre_running_deadline_s"),
@@ -37,7 +37,7 @@ DEADLINES = {
 
 
 def find_pending(seen: ClusterSeen, job: JobView, state: RunState) -> list[Finding]:
-    """Find the reasons why the newest RayJob does not start or its pods do not run.
+    """Find the reasons why the newest RayJob does not start or its pods are not running.
 
     Examines only the RayJob if this user cannot list pods.
     """
@@ -65,7 +65,7 @@ def _explain_job(job: JobView, now: float) -> Iterator[Finding]:
     if not job.deployment_status and not job.terminal and now - job.created > OPERATOR_OVERDUE_S:
         evidence = f"no operator has handled {job.name} for {in_words(now - job.created)}"
         shows = "kubectl get pods -A -l app.kubernetes.io/name=kuberay-operator"
-        advice = f"check that the KubeRay operator runs and watches this namespace ({shows})"
+        advice = f"check that the KubeRay operator is running and watches this namespace ({shows})"
         yield Finding(Diagnosis.NO_OPERATOR, Severity.ERROR, evidence, advice, {"job": job.name})
     if job.deployment_status in ("Suspending", "Suspended"):
         evidence = f"the spec of {job.name} has suspend: true"
