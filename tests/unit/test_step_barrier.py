@@ -51,8 +51,24 @@ def test_a_worker_passes_an_interrupted_barrier_that_another_worker_has_passed()
 
 def test_a_worker_does_not_pass_an_interrupted_barrier_that_no_worker_has_passed() -> None:
     interrupted = barrier()
+    interrupted.close(1)
     interrupted.answer(1, 0)
     assert not interrupted.wait()
+
+
+def test_a_worker_that_is_disconnected_passes_only_a_complete_barrier() -> None:
+    for meet, passes in ((lambda: None, True), (fail, False)):
+        disconnected = barrier(meet)
+        disconnected.disconnect(1)
+        assert disconnected.wait() == passes
+
+
+def test_the_end_of_the_connection_does_not_replace_the_answer_of_the_driver() -> None:
+    interrupted = barrier()
+    interrupted.close(1)
+    interrupted.answer(1, 1)
+    interrupted.disconnect(1)
+    assert interrupted.wait()
 
 
 def test_a_worker_does_not_pass_a_barrier_that_completes_after_the_worker_reported_an_interruption() -> None:
@@ -105,6 +121,16 @@ def test_the_driver_answers_once_all_live_members_have_reported() -> None:
     membership.lose("3", 0.0)
     assert sorted(membership.decide(0.0)) == [("1", PassBarriers(1, 8)), ("2", PassBarriers(1, 8))]
     assert not membership.decide(0.0)
+
+
+def test_the_driver_answers_even_if_a_member_ends_the_whole_group() -> None:
+    membership = form_group()
+    membership.lose("0", 0.0)
+    membership.decide(0.0)
+    for uid in ("1", "2", "3"):
+        membership.report_barriers(uid, 1, 8)
+    membership.end("1")
+    assert ("2", PassBarriers(1, 8)) in membership.decide(0.0)
 
 
 @given(st.data())

@@ -248,7 +248,7 @@ class Membership:
         if not self._changed and (self._open or self.ended):
             return []
         if self.ended:
-            messages: list[tuple[str, Message]] = [(uid, None) for uid in self._requests]
+            messages: list[tuple[str, Message]] = [*self._answer(), *((uid, None) for uid in self._requests)]
             self._requests = {}
         else:
             messages = (

@@ -539,7 +539,7 @@ class MembershipClient:
             self._link = None
             link.connection.end()
             if self._step_barrier:
-                self._step_barrier.answer(self._generation, 0)
+                self._step_barrier.disconnect(self._generation)
             self._end_generation()
 
     def _end_generation(self) -> None:

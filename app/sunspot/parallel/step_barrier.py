@@ -37,7 +37,9 @@ class StepBarrier:
         self._passed = 0
         "Number of barriers that this process has passed in the group."
         self._closed = False
-        "True once the end of the group has been announced."
+        "True once the end of the group has been announced, or the connection to the driver has ended."
+        self._reported = False
+        "True once the driver knows how many barriers this process has passed."
         self._answer: int | None = None
         "Number of barriers that the members of the closed group may pass, or None until the driver has answered."
 
@@ -54,10 +56,10 @@ class StepBarrier:
         with self._changed:
             if error and not self._changed.wait_for(lambda: self._closed, CLOSED_WITHIN_S):
                 raise error
-            if self._closed:
+            if error or self._reported:
                 self._changed.wait_for(lambda: self._answer is not None, ANSWER_WITHIN_S)
-            if self._closed and (self._answer or 0) <= self._passed:
-                return False
+                if (self._answer or 0) <= self._passed:
+                    return False
             self._passed += 1
             return True
 
@@ -67,6 +69,7 @@ class StepBarrier:
             self._group = group
             self._passed = 0
             self._closed = False
+            self._reported = False
             self._answer = None
 
     def close(self, group: int) -> int:
@@ -75,6 +78,7 @@ class StepBarrier:
             if group != self._group:
                 return 0
             self._closed = True
+            self._reported = True
             self._changed.notify_all()
             return self._passed
 
@@ -82,6 +86,13 @@ class StepBarrier:
         """Record the driver's answer: the members of a group may pass this number of barriers."""
         with self._changed:
             if group == self._group:
-                self._closed = True
                 self._answer = passed
+                self._changed.notify_all()
+
+    def disconnect(self, group: int) -> None:
+        """Record that the connection to the driver has ended, so that no answer follows."""
+        with self._changed:
+            if group == self._group:
+                self._closed = True
+                self._answer = self._answer or 0
                 self._changed.notify_all()
