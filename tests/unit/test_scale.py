@@ -287,6 +287,7 @@ def test_the_driver_passes_on_each_change_of_the_scale_request_once(run: Run, mo
         return int(monitor.check.call_args.args[0].world_size)
 
     assert sizes_after(0) == 4
+    assert sizes_after(1) == 4
     request_scale(run, ScaleRequest("1..3", "1..4", "me@laptop"))
     wanted.read()
     assert sizes_after(1) == 4, "Ray replaces lost workers, so that a restart would gain nothing"
@@ -295,3 +296,9 @@ def test_the_driver_passes_on_each_change_of_the_scale_request_once(run: Run, mo
     assert asked == [4, 3]
     assert [call.args[0] for call in membership.limit.call_args_list] == [4, 3]
     assert control.heard("log") == ["workers wanted: 1..3, because me@laptop asked for 1..3 (`sunspot scale`)"]
+    membership.snapshot = lambda: SimpleNamespace(size=2)
+    sizes_after(supervisor.ASK_AGAIN_S / 2)
+    sizes_after(supervisor.ASK_AGAIN_S / 2)
+    sizes_after(1)
+    sizes_after(supervisor.ASK_AGAIN_S)
+    assert asked == [4, 3, 3, 3], "Ray has started only two workers, and replaces each request"

@@ -47,6 +47,10 @@ replace a lost worker."""
 SICK_CHECK_EVERY_S = 5.0
 """Seconds between two checks for a sick node."""
 
+ASK_AGAIN_S = 20.0
+"""Seconds between two requests for missing workers. Ray Train replaces each request within 20 s by a request for the
+workers that it has started (`ray_internals.coordinator.RAY_TICK_S`)."""
+
 INTERRUPTED = (
     "interrupted: saving and ending; the same command continues from there. Press Ctrl-C again to end without saving"
 )
@@ -79,6 +83,7 @@ class Supervisor:
         self._unchanged: tuple[object, float] = (None, 0.0)
         "The newest group, the live nodes, and the time of the last change of either."
         self._sick_check = Timer()
+        self._request = Timer()
         self._left: set[str] = set()
         "Sick nodes that the group was told to leave."
         self._stopping = False
@@ -123,8 +128,16 @@ class Supervisor:
             print(f"{why}: the run saves and ends", flush=True)
 
     def _pass_on_size(self, monitor: NodeMonitor) -> None:
-        """Pass a new number of wanted workers on to the members and to Ray's autoscaler."""
-        if not (self._wanted and self._membership) or self._wanted.range == self._range:
+        """Pass a new number of wanted workers on to the members and to Ray's autoscaler.
+
+        If Ray has started fewer workers than wanted, ask the autoscaler again and again.
+        """
+        if not (self._wanted and self._membership):
+            return
+        if self._wanted.range == self._range:
+            fewer = self._membership.snapshot().size < self._range.most
+            if fewer and self._request.due(ASK_AGAIN_S):
+                ask_for_nodes(monitor.per_worker, self._range.most)
             return
         before, self._range = self._range, self._wanted.range
         why = self._wanted.describe()
