@@ -1,4 +1,4 @@
-"""The slow task under hsdp with two replicas of two workers, one of which is killed in the middle of a barrier.
+"""The slow task under hsdp, with two replicas of two workers. One worker is killed in the middle of a barrier.
 
 Ranks 0 and 2 pass the barrier. Rank 1 is interrupted there, as if it had not heard from all others, and rank 3 is
 killed. Rank 1 is then the only worker with its shard. TASK_ARGS names a `folder`, where a file shows that this has
@@ -36,7 +36,7 @@ def build_model(settings: Settings, source: Source) -> torch.nn.Module:
     return tiny.build_model(settings, source)
 
 
-def wait_in_part(barrier: StepBarrier) -> bool:
+def wait_and_interrupt(barrier: StepBarrier) -> bool:
     """Wait at the barrier, and interrupt it once."""
     global _waits
     _waits += 1
@@ -59,4 +59,4 @@ def wait_in_part(barrier: StepBarrier) -> bool:
         barrier._meet = meet
 
 
-StepBarrier.wait = wait_in_part  # type: ignore[method-assign]
+StepBarrier.wait = wait_and_interrupt  # type: ignore[method-assign]

@@ -83,7 +83,7 @@ class Supervisor:
         self._unchanged: tuple[object, float] = (None, 0.0)
         "The newest group, the live nodes, and the time of the last change of either."
         self._sick_check = Timer()
-        self._request = Timer()
+        self._ask_again = Timer()
         self._left: set[str] = set()
         "Sick nodes that the group was told to leave."
         self._stopping = False
@@ -130,13 +130,13 @@ class Supervisor:
     def _pass_on_size(self, monitor: NodeMonitor) -> None:
         """Pass a new number of wanted workers on to the members and to Ray's autoscaler.
 
-        If Ray has started fewer workers than wanted, ask the autoscaler again and again.
+        While Ray has started fewer workers than wanted, ask the autoscaler again every ASK_AGAIN_S.
         """
         if not (self._wanted and self._membership):
             return
         if self._wanted.range == self._range:
             fewer = self._membership.snapshot().size < self._range.most
-            if fewer and self._request.due(ASK_AGAIN_S):
+            if fewer and self._ask_again.due(ASK_AGAIN_S):
                 ask_for_nodes(monitor.per_worker, self._range.most)
             return
         before, self._range = self._range, self._wanted.range

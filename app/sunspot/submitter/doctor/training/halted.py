@@ -147,7 +147,7 @@ def find_hung(case: Case) -> Iterator[Finding]:
 
 
 def find_late_end(case: Case) -> Iterator[Finding]:
-    """Find out whether a run has not ended although all steps were taken long ago."""
+    """Yield a finding if a run has not ended although all its steps were taken long ago."""
     status = case.seen.status
     if not status or not status.heartbeat or case.state is not RunState.FINISHING:
         return
