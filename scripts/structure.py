@@ -44,7 +44,7 @@ BUDGETS = {
     "run": 3350,
     "settings": 820,
     "storage": 1630,
-    "submitter": 1040,
+    "submitter": 980,
     "submitter/cluster": 3491,
     "submitter/commands": 1830,
     "submitter/doctor": 1600,
