@@ -193,7 +193,7 @@ def test_a_profile_in_a_bucket_shows_its_cost_and_the_location_of_the_trace(
             "--steps 10",
             RunState.RUNNING,
             2,
-            "the limit for this run is 9, because a profile must be shorter than an epoch (10 steps)",
+            "the limit for this run is 9, because a profile has at most 50 steps, and fewer than an epoch (10)",
         ),
         ("", RunState.STARTING, 6, "run is starting: why; a profile needs a run that is training"),
         ("", RunState.FINISHING, 6, "run is finishing: why"),

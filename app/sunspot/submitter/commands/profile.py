@@ -49,11 +49,8 @@ def run(args: argparse.Namespace) -> None:
         raise SettingsError(f"--ranks {args.ranks[-1]}: the run has {workers}, and ranks count from 0")
     most = min(MAX_STEPS, status.steps_per_epoch - 1)  # the step before them must be in the same epoch
     if args.steps > most:
-        epoch = f"a profile must be shorter than an epoch ({plural(status.steps_per_epoch, 'step')})"
-        raise SettingsError(
-            f"--steps {args.steps}: the limit for this run is {most}, because {epoch} and can have at most "
-            f"{MAX_STEPS} steps"
-        )
+        limit = f"a profile has at most {MAX_STEPS} steps, and fewer than an epoch ({status.steps_per_epoch})"
+        raise SettingsError(f"--steps {args.steps}: the limit for this run is {most}, because {limit}")
     request = request_profile(run, status.attempt, args.steps, args.ranks)
     pace = f" of about {status.step_time_s:.2g} s" if status.step_time_s else ""
     warn(f"waiting until {run.name} has recorded {plural(args.steps, 'step')}{pace} on {_name(args.ranks)}")
@@ -104,9 +101,7 @@ def _await_profiles(run: Run, request: ProfileRequest, until: float) -> list[Ran
             raise ConflictError(f"another request has replaced this profile of {run.name}; run the command again later")
         if time.monotonic() > until:
             late = f"{_name(sorted(found.keys() - {each.rank for each in profiles}))} wrote no trace in time"
-            raise GaveUpError(
-                f"{late} (the run is {seen.state}); the request was withdrawn. A longer --timeout may help"
-            )
+            raise GaveUpError(f"{late} (the run is {seen.state}); the request was withdrawn, so try a longer --timeout")
         time.sleep(POLL_S)
 
 
