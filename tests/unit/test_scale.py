@@ -150,7 +150,7 @@ def test_scale_gives_up_if_workers_do_not_leave_within_the_timeout(
 ) -> None:
     train(run)
     assert sunspot("scale", "run", "2", "--timeout", "0.1") == 5
-    assert "after 0 s, 4 workers are still training, but the requested number is 2; the excess" in sunspot.err
+    assert "after 0 s, 4 workers are still training, but the requested number is 2; the surplus" in sunspot.err
     assert read_scale(run), "the request stays"
     assert not ray.patches
 
