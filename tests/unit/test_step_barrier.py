@@ -143,7 +143,7 @@ def test_all_survivors_take_a_step_or_none_does(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 20))):
         uid = data.draw(st.sampled_from(sorted(barriers)))
         match data.draw(st.sampled_from(["pass", "die", "listen"])):
-            case "pass" if uid not in passed and not barriers[uid]._closed:
+            case "pass" if uid not in passed and not barriers[uid]._has_ended():
                 assert barriers[uid].wait()
                 passed.add(uid)
             case "die" if len(barriers) > 1:

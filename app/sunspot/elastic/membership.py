@@ -146,9 +146,8 @@ class Membership:
         self._announced: Message | None = None
         "Message last sent to the members of the newest generation."
         self._barriers: dict[str, int] = {}
-        "Number of barriers that members of the closed generation have passed, keyed by uid."
-        self._answered = False
-        "True once the members of the closed generation have been told how many barriers to pass."
+        """Number of barriers that members of the closed generation have passed, keyed by uid. Empty after the answer
+        (`_answer`)."""
         self._settled_at = 0.0
         self._first_request = math.inf
         "Time of the first request to join a group that has no previous member."
@@ -315,10 +314,10 @@ class Membership:
     def _answer(self) -> list[tuple[str, Message]]:
         """Once all live members have reported, return a message to each with the number of barriers it may pass."""
         living = self._living()
-        if self._answered or not self._barriers or living - self._barriers.keys():
+        if not self._barriers or living - self._barriers.keys():
             return []
-        self._answered = True
         message = PassBarriers(self.generation.number, max(self._barriers.values()))
+        self._barriers = {}
         return [(uid, message) for uid in living]
 
     def _form(self, now: float) -> list[tuple[str, Message]]:
@@ -337,7 +336,7 @@ class Membership:
         before = self.generation
         self.generation = Generation(before.number + 1, chosen)
         self._open, self._first_request = True, math.inf
-        self._barriers, self._answered = {}, False
+        self._barriers = {}
         for rank, member in enumerate(chosen):
             del self._requests[member.uid]
             self._shards[member.lasting_name] = rank % self._degree

@@ -36,12 +36,13 @@ class StepBarrier:
         "Number of this process's newest group."
         self._passed = 0
         "Number of barriers that this process has passed in the group."
-        self._closed = False
-        "True once the end of the group has been announced, or the connection to the driver has ended."
         self._reported = False
         "True once the driver knows how many barriers this process has passed."
         self._answer: int | None = None
-        "Number of barriers that the members of the closed group may pass, or None until the driver has answered."
+        """Number of barriers that the members of the closed group may pass.
+
+        None until the driver has answered, or until the connection to the driver has ended.
+        """
 
     def wait(self) -> bool:
         """Wait until all workers have complete gradients. Return False if the group has ended before that.
@@ -54,7 +55,7 @@ class StepBarrier:
         except RuntimeError as caught:
             error = caught
         with self._changed:
-            if error and not self._changed.wait_for(lambda: self._closed, CLOSED_WITHIN_S):
+            if error and not self._changed.wait_for(self._has_ended, CLOSED_WITHIN_S):
                 raise error
             if error or self._reported:
                 self._changed.wait_for(lambda: self._answer is not None, ANSWER_WITHIN_S)
@@ -63,12 +64,14 @@ class StepBarrier:
             self._passed += 1
             return True
 
+    def _has_ended(self) -> bool:
+        return self._reported or self._answer is not None
+
     def open(self, group: int) -> None:
         """Begin a group with this number."""
         with self._changed:
             self._group = group
             self._passed = 0
-            self._closed = False
             self._reported = False
             self._answer = None
 
@@ -77,7 +80,6 @@ class StepBarrier:
         with self._changed:
             if group != self._group:
                 return 0
-            self._closed = True
             self._reported = True
             self._changed.notify_all()
             return self._passed
@@ -93,6 +95,5 @@ class StepBarrier:
         """Record that the connection to the driver has ended, so that no answer follows."""
         with self._changed:
             if group == self._group:
-                self._closed = True
                 self._answer = self._answer or 0
                 self._changed.notify_all()
