@@ -9,7 +9,7 @@ from sunspot.run.failures import BRING_ROWS, NO_STACKS, Failure, find_suspects, 
 from sunspot.run.overview import START_AGAIN
 from sunspot.run.owner import Owner
 from sunspot.run.requests import SPENT_BUDGET
-from sunspot.run.status import RunState
+from sunspot.run.status import RunState, Status
 from sunspot.submitter.doctor.training.case import Case, abridge, advise_on_full_disk
 from sunspot.submitter.findings import Diagnosis, Finding, Severity
 
@@ -151,7 +151,7 @@ def find_late_end(case: Case) -> Iterator[Finding]:
     status = case.seen.status
     if not status or not status.heartbeat or case.state is not RunState.FINISHING:
         return
-    waited_s = (case.now - status.seen) + (status.time - status.heartbeat)  # each difference is of one clock
+    waited_s = _time_since(case, status, status.heartbeat)
     if waited_s > END_S:
         saved = case.seen.checkpoint and case.seen.checkpoint.step >= status.total_steps
         safe = (
@@ -178,6 +178,14 @@ def _advise_silent(case: Case, owner: Owner) -> str:
     return f"{causes}. If this lasts, delete {job}, and submit again: {resumes}"
 
 
+def _time_since(case: Case, status: Status, recorded: float) -> float:
+    """Return the seconds since a time that the run recorded.
+
+    The reader's clock can differ from the run's clock, so each difference is between times of one clock.
+    """
+    return (case.now - status.seen) + (status.time - recorded)
+
+
 def find_stall(case: Case) -> Iterator[Finding]:
     """Find out why a run that should train is silent or takes no steps."""
     status = case.seen.status
@@ -202,10 +210,8 @@ def find_stall(case: Case) -> Iterator[Finding]:
         return
     if newest is None or status.attempt != newest.number:
         return
-    heartbeat = status.heartbeat
-    # The reader's clock can differ from the run's clock, so each difference is between times of one clock.
-    still_s = (case.now - status.seen) + (status.time - (heartbeat or newest.time))
-    limit_s = max(NO_STEP_S, SLOW_STEPS * (status.step_time_s or 0.0)) if heartbeat else FIRST_STEP_S
+    still_s = _time_since(case, status, status.heartbeat or newest.time)
+    limit_s = max(NO_STEP_S, SLOW_STEPS * (status.step_time_s or 0.0)) if status.heartbeat else FIRST_STEP_S
     if still_s > limit_s:
         timeout_s = case.number("hang_timeout_s")
         usual = f"; a step took {status.step_time_s:.3g} s" if status.step_time_s else ""
