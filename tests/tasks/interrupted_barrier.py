@@ -33,6 +33,7 @@ _waits = 0
 def build_model(settings: Settings, source: Source) -> torch.nn.Module:
     global done
     done = Path(settings.task_args["folder"], "done")
+    StepBarrier.wait = wait_and_interrupt  # type: ignore[method-assign]
     return tiny.build_model(settings, source)
 
 
@@ -57,6 +58,3 @@ def wait_and_interrupt(barrier: StepBarrier) -> bool:
         return _wait(barrier)
     finally:
         barrier._meet = meet
-
-
-StepBarrier.wait = wait_and_interrupt  # type: ignore[method-assign]
