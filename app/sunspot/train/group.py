@@ -81,7 +81,7 @@ NO_GROUP_S = 60.0
 """Maximum number of seconds that a run waits for a worker group before `sunspot stop` or a move ends the run.
 
 A group that starts within this time can still save the steps that are only in the nodes' memory. Otherwise, the run
-ends without saving.
+ends without saving. If no node has room for a worker, the run does not wait, because no node has such steps.
 """
 
 NO_RESIZE_S = 1e9
@@ -210,7 +210,9 @@ def train_group(context: TrainingContext, start: TrainerStart) -> GroupOutcome:
             lacking_since = None
             return False
         lacking_since = lacking_since or time.monotonic()
-        return request.signal is not None or time.monotonic() - lacking_since > NO_GROUP_S
+        if request.signal is not None or time.monotonic() - lacking_since > NO_GROUP_S:
+            return True
+        return not find_room(staying_nodes(), context.resources.per_worker)
 
     error: Exception | None = None
     limit_s = settings.hang_timeout_s + FIRST_STEP_S if settings.hang_timeout_s else math.inf
