@@ -39,8 +39,8 @@ from sunspot.tasks import load_task
 from sunspot.tasks.defaults import PlainTask
 from sunspot.tasks.signatures import refuse_other_arguments
 from sunspot.train import build
-from sunspot.train.build import describe_new_length
 from sunspot.train.learning_rates import MAKERS_OF_RATES, LearningRates, can_jump, jump, set_options
+from sunspot.train.start_report import describe_new_length
 from tests.harness.loop import plan_without_evaluation, train_group
 from tests.harness.training import weights
 from tests.tasks import scheduled

@@ -24,7 +24,7 @@ from sunspot.elastic.claim import StartPoint
 from sunspot.elastic.copies import LiveState, SurvivingState
 from sunspot.elastic.membership import Generation, Member
 from sunspot.elastic.membership_channel import MembershipAddress, RegroupError
-from sunspot.elastic.restore import StateMetadata, TrainingState, hand_over
+from sunspot.elastic.restore import TrainingState
 from sunspot.errors import DamageError, DataError, SunspotError, SupersededError
 from sunspot.parallel.collectives import WorkerPlace
 from sunspot.run import open_run
@@ -33,7 +33,7 @@ from sunspot.run.failures import read_failures
 from sunspot.settings import Settings
 from sunspot.train import joining, loop, replacement
 from sunspot.train import survivor as survivors
-from sunspot.train.survivor import NoGroupError, Survivor
+from sunspot.train.survivor import NoGroupError, StateMetadata, Survivor, hand_over
 from tests.harness.constants import SetConstants
 from tests.harness.control import LocalControl, worker_group
 from tests.harness.loop import make_worker, plan_without_evaluation

@@ -34,17 +34,13 @@ from sunspot.run.history import Journal, read_journal
 from sunspot.run.logs import rank_stream, read_stream
 from sunspot.settings import JobContext, Settings
 from sunspot.storage.local import LocalStorage
-from sunspot.train import build, joining, loop
-from sunspot.train.build import (
-    WorkerSetup,
-    leaves_out_evaluation,
-    open_journals,
-    record_left_out,
-    refuse_small_micro_batches,
-)
-from sunspot.train.joining import WorkerConfig, set_tf32
+from sunspot.train import joining, loop
+from sunspot.train.build import refuse_small_micro_batches
+from sunspot.train.evaluate import leaves_out_evaluation
+from sunspot.train.joining import WorkerConfig, WorkerSetup, build_worker, set_tf32
 from sunspot.train.loop import train_in_group
 from sunspot.train.probe import probe_here
+from sunspot.train.start_report import describe_unused_tf32, open_journals, record_left_out
 from sunspot.train.worker import DEADLINE_MARGIN_S, DRAIN_S, GroupStart, Worker
 from tests.harness.constants import SetConstants
 from tests.harness.control import LocalControl
@@ -116,14 +112,14 @@ def test_a_final_state_that_may_exist_only_in_memory_is_evaluated_again_and_save
     """The state's commit was lost, and no further step would save the state."""
     begun: list[GroupStart] = []
     for name in ("CheckpointManager", "Telemetry", "CommandPoller", "await_device_memory", "build_learner"):
-        monkeypatch.setattr(build, name, MagicMock())
-    monkeypatch.setattr(build, "Worker", lambda _, group_start, *others: begun.append(group_start))
+        monkeypatch.setattr(joining, name, MagicMock())
+    monkeypatch.setattr(joining, "Worker", lambda _, group_start, *others: begun.append(group_start))
     plan: Any = SimpleNamespace(settings=Settings(early_stop_evaluations=2), total_steps=10)
     start: Any = StartPoint(Attempt(2, "me", None, step))
     nothing: Any = None
     place = WorkerPlace(rank=1, nodes=["node", "node"])
     setup = WorkerSetup(plan, nothing, start, place, None, cast(Any, Watched()), nothing, nothing)
-    build.build_worker(setup, TrainingState(tier=tier, metrics={"evaluations_since_best": stale}), Phases())
+    build_worker(setup, TrainingState(tier=tier, metrics={"evaluations_since_best": stale}), Phases())
     assert begun[0].evaluated is not again
 
 
@@ -169,7 +165,7 @@ def test_fp32_matrix_products_on_a_gpu_that_supports_tf32_are_reported(
         task=SimpleNamespace(library_loop=library),
         place=WorkerPlace(device=torch.device(device)),
     )
-    assert ("SUNSPOT_PRECISION=fp32" in build.describe_unused_tf32(learner)) is warned
+    assert ("SUNSPOT_PRECISION=fp32" in describe_unused_tf32(learner)) is warned
 
 
 @pytest.mark.parametrize(("ahead_s", "limit_s"), [(0, 29), (-3600, 30), (3600, 0)])
@@ -232,19 +228,18 @@ def test_reading_rows_and_building_a_model_do_not_count_as_a_hang(monkeypatch: p
         return lambda *_: paused.update({name: watched.paused_now}) or MagicMock()
 
     for name in ("CheckpointManager", "Telemetry", "CommandPoller", "Worker", "open_journals"):
-        monkeypatch.setattr(build, name, anything)
-    monkeypatch.setattr(build, "Reporter", MagicMock())
-    monkeypatch.setattr(build, "describe_new_length", lambda *_: "")
-    monkeypatch.setattr(build, "describe_rates", lambda *_: [])
+        monkeypatch.setattr(joining, name, anything)
+    monkeypatch.setattr(joining, "Reporter", MagicMock())
+    monkeypatch.setattr(joining, "report_rates", MagicMock())
     slow = ("await_device_memory", "build_learner")
     for name in slow:
-        monkeypatch.setattr(build, name, takes_long(name))
+        monkeypatch.setattr(joining, name, takes_long(name))
     plan: Any = SimpleNamespace(settings=Settings(), source=None, total_steps=10)
     start: Any = SimpleNamespace(attempt=Attempt(1, "me", None, 0), before=(), nodes={0: "node"})
     nothing: Any = None
     place = WorkerPlace(device=torch.device("cuda"), nodes=["node"])
     setup = WorkerSetup(plan, anything(), start, place, None, cast(Any, watched), nothing, nothing)
-    build.build_worker(setup, TrainingState(), Phases())
+    build_worker(setup, TrainingState(), Phases())
     assert paused == dict.fromkeys(slow, True)
     assert next(iter(paused)) == "await_device_memory", "workers wait before they allocate memory"
 

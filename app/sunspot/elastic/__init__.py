@@ -59,10 +59,9 @@ exchange of row IDs (AUDIT) always use gloo.
                                           ask in `Survivor.form`
  8. claim.agree_on_start                  finds out which ranks have the newest state, and claims an attempt that starts
                                           from it (`claim_in_place`)
- 9. train.survivor.Survivor               calls restore.hand_over, which sends that state to the ranks that lack it
-                                          (`continue_from`). train.learner.Learner.move then gives the learner its place
-                                          in the group, and a received state is loaded. `continue_from` compares all
-                                          ranks' parameters. If they are equal, train.build.build_worker makes the
+ 9. train.survivor.Survivor               sends that state to the ranks that lack it (`continue_from`, `hand_over`),
+                                          gives the learner its place in the group, loads a received state, and compares
+                                          all ranks' parameters. If they are equal, train.joining.build_worker makes the
                                           worker, and the loop takes the next step or repeats the interrupted step. If
                                           they differ, all ranks form another group, which returns to the newest copy
                                           or checkpoint
@@ -79,8 +78,8 @@ only its own process exits (train.replacement.end_replacement).
 
 These types describe the state on its way to the next group:
 
-- copies.LiveState names the state that one survivor has. restore.StateMetadata contains everything in this state
-  except its tensors.
+- copies.LiveState names the state that one survivor has. train.survivor.StateMetadata contains everything in this
+  state except its tensors.
 - copies.SurvivingState names the newest of these states, and the ranks that have it.
 - claim.StartPoint is what the next group starts from: a SurvivingState, a copy in memory, a checkpoint, or nothing.
 - restore.TrainingState is the loaded or received state. It contains no tensors on a rank that already has them.

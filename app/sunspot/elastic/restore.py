@@ -1,13 +1,10 @@
-"""Loads the state from which a worker group continues: from survivors, a node's memory, a checkpoint, or INIT_FROM."""
+"""Loads the state from which a worker group starts: from a node's memory, a checkpoint, or INIT_FROM."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import cycle
 from typing import Any
 
-import numpy as np
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
@@ -17,34 +14,27 @@ from sunspot.checkpoint.foreign_weights import load_by_name, without_prefix
 from sunspot.checkpoint.memory_files import as_bytes
 from sunspot.checkpoint.parts import ShardedContents, is_sharded, load_model, load_parts, load_whole, read_contents
 from sunspot.checkpoint.pieces import METADATA
-from sunspot.checkpoint.snapshot import SavedObjects
-from sunspot.checkpoint.tensors import in_buffer, leaves_of, map_tensors, size_of, tensors_in
+from sunspot.checkpoint.tensors import in_buffer, leaves_of
 from sunspot.checkpoint.weight_files import WeightFiles, find_in_folder, find_weights
 from sunspot.elastic.claim import LocalState, StartPoint
-from sunspot.elastic.copies import ChosenCopy, SurvivingState
+from sunspot.elastic.copies import ChosenCopy
 from sunspot.errors import ConflictError, NotFoundError, SettingsError
 from sunspot.formatting import kind_of
-from sunspot.parallel.collectives import WorkerPlace, broadcast_from_rank0, gather_objects, run_on_all_ranks
-from sunspot.parallel.sharding import part_of
-from sunspot.parallel.transfers import transfer
+from sunspot.parallel.collectives import broadcast_from_rank0, run_on_all_ranks
 from sunspot.run import Run, open_run
-from sunspot.run.attempts import IN_PLACE, read_attempts
+from sunspot.run.attempts import read_attempts
 from sunspot.run.checkpoints import Checkpoint, find_newest_good
 from sunspot.run.overview import describe_absence
 from sunspot.settings import Settings
 from sunspot.storage import Storage, open_storage
 from sunspot.storage.limits import retry_storage
 
-SEND_LIMIT_S = 120
-"""Maximum number of seconds that a transfer may take per tensor, on average. If either side is lost, the transfer ends
-sooner."""
-
 
 @dataclass(frozen=True)
 class TrainingState:
     """The state from which a worker group continues. In a new run, it contains only INIT_FROM's weights, if any.
 
-    It contains no tensors on a rank that already has them (`hand_over`).
+    It contains no tensors on a rank that already has them (`train.survivor.hand_over`).
     """
 
     model: Any = None
@@ -61,78 +51,6 @@ class TrainingState:
     load_parts: Callable[[nn.Module, Optimizer], None] | None = None
     """Function that loads each worker's part into the sharded model and optimizer, called by all workers together.
     Under fsdp, it replaces `model` and `optimizer`."""
-
-
-@dataclass(frozen=True)
-class StateMetadata:
-    """Everything that belongs to a live state besides its tensors."""
-
-    metrics: dict[str, Any]
-    "Metrics that a checkpoint of the state would contain."
-    taken: float
-    "Time at which its last step was taken, in seconds since the epoch."
-    ledger: Sequence[Any]
-    "Windows of consumed rows that might not be in storage yet."
-
-
-def hand_over(
-    place: WorkerPlace,
-    surviving: SurvivingState,
-    saved: SavedObjects | None,
-    metadata: StateMetadata | None,
-    total_steps: int,
-) -> TrainingState:
-    """Return the state from which the group continues. All workers of the group call this together.
-
-    Each rank without the state is assigned to a rank that has it. If the state is sharded, both ranks have the same
-    shard. Each rank that has the state sends the tensors in `saved` to the ranks assigned to it, and its own result
-    contains no tensors. All ranks use the `metadata` of the first rank that has the state, because other ranks'
-    metadata can differ after a loss.
-
-    If the state has several shards, no rank returns before every rank has received its shard. Until then, each rank
-    keeps the shard of its previous state, which it would need if a sender were lost.
-    """
-    assert place.group
-    rank = place.rank
-    senders = assign_senders(surviving, place.world_size)
-    first = {holder % surviving.shards: holder for holder in reversed(surviving.ranks)}
-    sends = rank in {*first.values(), *senders.values()}
-    state = saved.with_average(saved.state()) if saved and sends else None
-    structure = map_tensors(state, lambda tensor: torch.empty_like(part_of(tensor), device="meta"))
-    # One rank for each shard describes the tensors, because all ranks with the same shard have the same tensors.
-    described = gather_objects((structure, metadata) if rank in first.values() else None, place.group)
-    structure = described[first[rank % surviving.shards]][0]
-    metadata = described[surviving.ranks[0]][1]
-    known = TrainingState(
-        evaluated=surviving.evaluated,
-        metrics=metadata.metrics,
-        taken=metadata.taken,
-        tier=IN_PLACE,
-        total_steps=total_steps,
-        ledger=tuple(metadata.ledger),
-    )
-    if rank in senders.values():
-        own = [part_of(tensor.detach()).cpu().contiguous() for tensor in tensors_in(state)]
-        receivers = [other for other, sender in senders.items() if sender == rank]
-        transfer(place.group, dict.fromkeys(receivers, own), {}, SEND_LIMIT_S)
-    elif rank in senders:
-        # Each part has its own memory, because the optimizer keeps the tensors. Other ranks are waiting, so no time is
-        # spent on setting the memory to zero first.
-        parts = structure.items()
-        received = {name: in_buffer(part, np.empty(max(1, size_of(part)), np.uint8)) for name, part in parts}
-        transfer(place.group, {}, {senders[rank]: tensors_in(received)}, SEND_LIMIT_S)
-        known = TrainingState(**{**vars(known), **received})
-    if senders and surviving.shards > 1:
-        dist.barrier(place.group)
-    return known
-
-
-def assign_senders(surviving: SurvivingState, world_size: int) -> dict[int, int]:
-    """Return the sender for each rank that lacks the state. The sender and the receiver have the same shard."""
-    lacking = [rank for rank in range(world_size) if rank not in surviving.ranks]
-    shards = surviving.shards
-    holders = [cycle([rank for rank in surviving.ranks if rank % shards == shard]) for shard in range(shards)]
-    return {rank: next(holders[rank % shards]) for rank in lacking}
 
 
 def load_start(

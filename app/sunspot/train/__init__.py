@@ -10,8 +10,8 @@ The modules are used in this order:
    (`survivor.Survivor`), the loop continues in the next group.
 4. `joining.Joining` makes the process a worker of the run. It forms a group, claims the run together with the group
    (`elastic.claim.agree_on_start`), and builds the worker from the state that the group starts from.
-5. `build.build_worker` builds the checkpoint manager, and on rank 0 the `reporter.Reporter`. It also builds the
-   `learner.Learner` (model, optimizer and rows), unless the process has kept a learner from an earlier group.
+5. `joining.build_worker` builds the checkpoint manager, and on rank 0 the `reporter.Reporter`. It also builds the
+   `learner.Learner` (model, optimizer and rows, `build`), unless the process has kept one from an earlier group.
 6. `loop.take_step` takes each step through `run.TrainingRun`. A task can have its own loop instead, and an adapter can
    use the loop of its library (`sunspot.adapters`).
 7. `worker.Worker` ends each step (`finish_step`). It then saves, evaluates, reports, stops or restarts if needed.

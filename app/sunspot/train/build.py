@@ -1,16 +1,10 @@
-"""Builds a worker with its learner, checkpoint manager and reporter."""
+"""Builds a worker's learner: the model, the optimizer and the loader."""
 
 import logging
-import math
 import os
 import shutil
 import socket
-import time
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
-from functools import partial
-from itertools import pairwise, takewhile
 from typing import Any
 
 import numpy as np
@@ -19,23 +13,16 @@ import ray.train.torch
 import torch
 from torch.optim import Optimizer
 
-from sunspot.checkpoint import CheckpointManager, NodeMemory
 from sunspot.checkpoint.average import WeightAverage
 from sunspot.checkpoint.files import load_weights
 from sunspot.checkpoint.foreign_weights import fit_names
-from sunspot.checkpoint.manager import AHEAD_OF_STORAGE
 from sunspot.data.ray_loader import RayLoader
 from sunspot.data.shared_rows import LocalWorkers
 from sunspot.data.torch_loader import TorchLoader
-from sunspot.elastic.claim import StartPoint
-from sunspot.elastic.control import CommandPoller, ControlChannel, ControlClient
-from sunspot.elastic.receipts import Phases
+from sunspot.elastic.control import ControlClient
 from sunspot.elastic.restore import TrainingState
-from sunspot.elastic.watchdog import Watchdog
 from sunspot.errors import ConflictError, SettingsError
 from sunspot.formatting import kind_of, plural
-from sunspot.log import warn_once
-from sunspot.observe.prometheus import Telemetry
 from sunspot.parallel.collectives import WorkerPlace, gather_objects, run_on_all_ranks
 from sunspot.parallel.recompute import recompute_blocks
 from sunspot.parallel.sharding import (
@@ -47,19 +34,13 @@ from sunspot.parallel.sharding import (
     shard_model_state,
 )
 from sunspot.plan import Plan
-from sunspot.run import Run
-from sunspot.run.attempts import IN_PLACE, Attempt
-from sunspot.run.checkpoints import is_out_of_patience
-from sunspot.run.history import Journal, Journals
-from sunspot.settings import Settings, differences
+from sunspot.run.attempts import Attempt
+from sunspot.settings import Settings
 from sunspot.tasks import Task, load_task
 from sunspot.train.cuda_graphs import use_graphs
 from sunspot.train.device_memory import await_device_memory
 from sunspot.train.learner import Learner, Loader, load_rest
 from sunspot.train.learning_rates import LearningRates
-from sunspot.train.reporter import Reporter
-from sunspot.train.survivor import Survivor
-from sunspot.train.worker import GroupStart, Worker
 
 log = logging.getLogger(__name__)
 
@@ -71,98 +52,6 @@ REPEATED_BLOCKS = 4
 
 COMPILERS = {"cpu": ("CXX", "g++", "clang++"), "cuda": ("CC", "gcc", "clang")}
 """The variable that names torch.compile's compiler, and the default compilers, keyed by device type."""
-
-EVALUATION_TRIES = 3
-"""Number of attempts at an evaluation before it is skipped, because notices can come too fast to complete it."""
-
-
-@dataclass(frozen=True)
-class WorkerSetup:
-    """Everything that is needed to build a worker after its group has claimed the run."""
-
-    plan: Plan
-    run: Run
-    start: StartPoint
-    place: WorkerPlace
-    memory: NodeMemory | None
-    watchdog: Watchdog
-    control: ControlClient
-    outputs: ExitStack
-    "Contexts that write the rest of the log, the metrics and the status to storage when they are closed."
-    survivor: Survivor | None = None
-    "This process and the learner that it keeps, or None if the process ends with its group."
-
-
-def build_worker(setup: WorkerSetup, state: TrainingState, phases: Phases) -> Worker:
-    """Build the worker from the `state` that its group starts from. All workers of the group call this together.
-
-    If this process has kept its learner, `Survivor.continue_from` has already loaded the state into the learner.
-    Otherwise, this function builds the learner, and loads the state. `phases` holds the end time of each completed
-    phase of the group's start.
-    """
-    plan = setup.plan
-    start = setup.start
-    place = setup.place
-    watchdog = setup.watchdog
-    attempt = start.attempt
-    survivor = setup.survivor
-    learner = survivor.learner if survivor else None
-    if learner is None:  # the same on all workers (`Survivor.continue_from`)
-        with watchdog.paused():  # fetching weights and reading rows may take any time
-            if place.device.type == "cuda":  # all workers wait before any of them allocates memory
-                awaits = partial(await_device_memory, place.device, place.nodes[place.rank], setup.control)
-                run_on_all_ranks(place.group, awaits)
-            learner = build_learner(plan, place, attempt, state, make_loader)
-    journals = open_journals(setup.run, start) if place.rank == 0 else None
-    evaluated = state.evaluated and not ends_in_memory(plan, attempt.step, state)
-    left_out = not evaluated and leaves_out_evaluation(start, plan.total_steps)
-    if journals:
-        if left_out:
-            record_left_out(attempt.step, journals.events)
-        for text in (describe_new_length(learner, attempt.step, state.total_steps), describe_unused_tf32(learner)):
-            if text:
-                warn_once(log, text)
-        if not start.before or start.before[-1].driver != attempt.driver:  # the driver does not know them yet
-            with watchdog.paused():
-                for line in describe_rates(learner):
-                    setup.control.send(ControlChannel.log, f"  {line}")
-    # Under fsdp, the checkpoint manager forms a process group of its own.
-    with survivor.groups.forming(survivor.is_closed) if survivor and is_fsdp(learner.model) else nullcontext():
-        checkpoints = CheckpointManager(
-            setup.run,
-            attempt,
-            plan,
-            learner.saved(),
-            place=place,
-            memory=setup.memory,
-            windows=state.ledger,
-            journals=journals,
-        )
-    if survivor:
-        status = start.past.status
-        committed = status.checkpoint_time if status else None
-        checkpoints.continue_commits(survivor.committer, [*start.before, attempt], committed)
-    reporter = None
-    if journals:
-        phases = Phases(**phases, loaded=time.time())
-        reporter = Reporter(setup.run, plan, start, state, setup.control, journals, checkpoints, phases)
-        reporter.announce()
-    gauges = reporter.gauges if reporter else None
-    telemetry = Telemetry(plan.settings.run_name, place.rank, place.device, lambda: checkpoints.stall_s, gauges)
-    group_start = GroupStart(
-        attempt.step,
-        evaluated or left_out,
-        state.metrics,
-        in_place=state.tier == IN_PLACE,
-        window=survivor.window if survivor else None,
-        is_closed=survivor.is_closed if survivor else None,
-        weights_checked=state.tier not in AHEAD_OF_STORAGE,
-    )
-    commands = CommandPoller(setup.control, survivor.regroups if survivor else lambda: False)
-    return Worker(learner, group_start, checkpoints, commands, watchdog, telemetry, reporter, setup.outputs)
-
-
-# -------------------------------------------------------------------------------------------------------- the learner
 
 
 def build_learner(
@@ -367,95 +256,3 @@ def make_loader(plan: Plan, task: Task, place: WorkerPlace) -> Loader:
             else f"rows: kept in host memory, because {device} does not have enough free memory"
         )
     return loader
-
-
-# ------------------------------------------------------------------------------------------- what differs from before
-
-
-def open_journals(run: Run, start: StartPoint) -> Journals:
-    """Open the attempt's metric history and events. Record events for skipped checkpoints and changed versions."""
-    attempt = start.attempt
-    journals = Journals(run, attempt.number)
-    for text in attempt.skipped:
-        journals.events.note("checkpoint skipped", attempt.step, text)
-        log.warning(f"skipped {text}")
-    before = start.before[-1].metadata.versions if start.before else {}
-    now = attempt.metadata.versions
-    changed = differences(before, {name: now[name] for name in before if name in now})
-    if changed:
-        journals.events.note("versions changed", attempt.step, ", ".join(changed))
-        log.warning(f"versions changed since attempt {start.before[-1].number}: {', '.join(changed)}")
-    return journals
-
-
-def describe_new_length(learner: Learner, step: int, before: int) -> str:
-    """Return a warning if a new run length makes the learning rate jump. `before` is the old length (0 if unknown)."""
-    now = learner.plan.total_steps
-    if before in (0, now) or learner.task.library_loop:  # a library's schedulers are objects
-        return ""
-    old, new = (learner.rates.at(min(step, total - 1), total) for total in (before, now))
-    for was, will in zip(old, new, strict=True):
-        if not math.isclose(was["lr"], will["lr"]):
-            return (
-                f"SUNSPOT_EPOCHS and SUNSPOT_MAX_STEPS now give {now} steps instead of {before}: "
-                f"the learning rate continues at {will['lr']:.3g} instead of {was['lr']:.3g}"
-            )
-    return ""
-
-
-def describe_unused_tf32(learner: Learner) -> str:
-    """Return a warning if matrices are multiplied in fp32 on a GPU that supports TF32, or an empty string."""
-    fp32 = learner.plan.settings.precision == "fp32" and not learner.task.library_loop
-    if not fp32 or learner.place.device.type != "cuda" or not torch.cuda.is_tf32_supported():
-        return ""
-    return (
-        "SUNSPOT_PRECISION=fp32: this GPU multiplies matrices several times faster in TF32, which rounds their factors "
-        "to 10 bits; set it to tf32 or bf16"
-    )
-
-
-def describe_rates(learner: Learner) -> list[str]:
-    """Return lines about the learning rates of the whole run. Raises `SettingsError` if a step has no learning rate."""
-    task = learner.task
-    if task.library_loop:
-        return []
-    lines = learner.rates.describe(learner.plan.total_steps)
-    return [f"{line}, unless its train(run) sets another rate" for line in lines] if task.has_own_loop else lines
-
-
-def ends_in_memory(plan: Plan, step: int, state: TrainingState) -> bool:
-    """Return True if the run ends at `step`, but its last state may exist only in memory.
-
-    No further step would save this state, so the worker must evaluate and save the state before the run ends.
-    """
-    ended_early = is_out_of_patience(state.metrics, plan.settings.early_stop_evaluations)
-    return state.tier in ("memory", IN_PLACE) and (step >= plan.total_steps or ended_early)
-
-
-def leaves_out_evaluation(start: StartPoint, total_steps: int) -> bool:
-    """Return True if the evaluation that the group would start with must be skipped.
-
-    This is the case if EVALUATION_TRIES groups in a row failed to complete the evaluation. A group does not count as
-    failed if all of its processes continue in the next group, because such a group ended only to admit more workers.
-    The evaluation at the end of the run is never skipped, because no step has to wait for it.
-    """
-    step = start.attempt.step
-    here = [start.attempt, *takewhile(lambda attempt: attempt.step == step, reversed(start.before))]
-    failed = [before for after, before in pairwise(here) if not all_continue(before, after)]
-    return step < total_steps and 1 + len(failed) >= EVALUATION_TRIES
-
-
-def all_continue(before: Attempt, after: Attempt) -> bool:
-    """Return True if all processes of the attempt `before` are known to continue in the attempt `after`."""
-    processes = set(before.metadata.processes)
-    return bool(processes) and processes <= set(after.metadata.processes)
-
-
-def record_left_out(step: int, events: Journal) -> None:
-    """Record that the evaluation of the epoch that ends at `step` was skipped."""
-    detail = (
-        f"the epoch that ends at step {step} is not evaluated: {EVALUATION_TRIES} groups of workers in a row ended "
-        "before its evaluation did, and training continues"
-    )
-    events.note("evaluation left out", step, detail)
-    log.warning(detail)

@@ -3,17 +3,22 @@
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise, takewhile
 from typing import Any, NamedTuple
 
 import torch
 
 from sunspot.data.order import largest_pass
+from sunspot.elastic.claim import StartPoint
 from sunspot.elastic.messages import Command
+from sunspot.elastic.restore import TrainingState
 from sunspot.errors import SettingsError
 from sunspot.metric_names import HELD_OUT, LOSS
 from sunspot.observe.metrics import Sums, reduce
 from sunspot.parallel.collectives import sync_buffers
 from sunspot.parallel.decisions import EvaluationEnd
+from sunspot.plan import Plan
+from sunspot.run.attempts import IN_PLACE, Attempt
 from sunspot.run.checkpoints import SINCE_BEST, is_out_of_patience
 from sunspot.settings import PREFIX, Settings
 from sunspot.train.held_out_scores import HeldOutScores
@@ -21,6 +26,10 @@ from sunspot.train.learner import Learner, row_losses
 
 BEST = "best_evaluation"
 """Key of the best result so far in a checkpoint's metrics."""
+
+
+EVALUATION_TRIES = 3
+"""Number of attempts at an evaluation before it is skipped, because notices can come too fast to complete it."""
 
 
 class Evaluation(NamedTuple):
@@ -138,3 +147,31 @@ class Patience:
         else:
             self.state = {BEST: best, SINCE_BEST: self.state.get(SINCE_BEST, 0) + 1}
         return self.over
+
+
+def ends_in_memory(plan: Plan, step: int, state: TrainingState) -> bool:
+    """Return True if the run ends at `step`, but its last state may exist only in memory.
+
+    No further step would save this state, so the worker must evaluate and save the state before the run ends.
+    """
+    ended_early = is_out_of_patience(state.metrics, plan.settings.early_stop_evaluations)
+    return state.tier in ("memory", IN_PLACE) and (step >= plan.total_steps or ended_early)
+
+
+def leaves_out_evaluation(start: StartPoint, total_steps: int) -> bool:
+    """Return True if the evaluation that the group would start with must be skipped.
+
+    This is the case if EVALUATION_TRIES groups in a row failed to complete the evaluation. A group does not count as
+    failed if all of its processes continue in the next group, because such a group ended only to admit more workers.
+    The evaluation at the end of the run is never skipped, because no step has to wait for it.
+    """
+    step = start.attempt.step
+    here = [start.attempt, *takewhile(lambda attempt: attempt.step == step, reversed(start.before))]
+    failed = [before for after, before in pairwise(here) if not all_continue(before, after)]
+    return step < total_steps and 1 + len(failed) >= EVALUATION_TRIES
+
+
+def all_continue(before: Attempt, after: Attempt) -> bool:
+    """Return True if all processes of the attempt `before` are known to continue in the attempt `after`."""
+    processes = set(before.metadata.processes)
+    return bool(processes) and processes <= set(after.metadata.processes)

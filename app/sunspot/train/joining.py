@@ -18,37 +18,42 @@ import torch
 import torch.distributed as dist
 
 from sunspot.background import Background, start_thread
-from sunspot.checkpoint import NodeMemory
+from sunspot.checkpoint import CheckpointManager, NodeMemory
+from sunspot.checkpoint.manager import AHEAD_OF_STORAGE
 from sunspot.code_archive import find_code
-from sunspot.elastic.claim import LocalState, agree_on_start
-from sunspot.elastic.control import ControlChannel, ControlClient
+from sunspot.elastic.claim import LocalState, StartPoint, agree_on_start
+from sunspot.elastic.control import CommandPoller, ControlChannel, ControlClient
 from sunspot.elastic.failures import describe_end
 from sunspot.elastic.membership_channel import MembershipAddress
 from sunspot.elastic.receipts import Phases, explain_error, first_incident
-from sunspot.elastic.restore import load_start
+from sunspot.elastic.restore import TrainingState, load_start
 from sunspot.elastic.watchdog import Watchdog
 from sunspot.errors import StorageError, SunspotError, SupersededError, find_in
 from sunspot.log import print_logs, sent_warnings
-from sunspot.observe.prometheus import EXPORT_EVERY_S
-from sunspot.parallel.collectives import WorkerPlace, listening_to_rounds
+from sunspot.observe.prometheus import EXPORT_EVERY_S, Telemetry
+from sunspot.parallel.collectives import WorkerPlace, listening_to_rounds, run_on_all_ranks
 from sunspot.parallel.nccl_log import begin_log, own_log
 from sunspot.parallel.replica_groups import ReplicaGroups
+from sunspot.parallel.sharding import is_fsdp
 from sunspot.plan import Plan
 from sunspot.ray_internals.backend import processes_up
 from sunspot.ray_internals.output import quiet_ray_train
 from sunspot.ray_internals.workers import launch_time
 from sunspot.ray_session import enter_folder
 from sunspot.run import Claimant, Run, open_run
-from sunspot.run.attempts import is_of_newest_driver, record_error
+from sunspot.run.attempts import IN_PLACE, is_of_newest_driver, record_error
 from sunspot.run.failures import Hang, record_failure
 from sunspot.run.logs import shipped_worker_output
 from sunspot.settings import Settings
-from sunspot.train.build import WorkerSetup, build_worker, prepare_learner
+from sunspot.train.build import build_learner, make_loader, prepare_learner
+from sunspot.train.device_memory import await_device_memory
+from sunspot.train.evaluate import ends_in_memory, leaves_out_evaluation
 from sunspot.train.learner import Learner
 from sunspot.train.profiler import LOOK_EVERY_S
-from sunspot.train.reporter import first_status, show_claim
+from sunspot.train.reporter import Reporter, first_status, show_claim
+from sunspot.train.start_report import open_journals, record_left_out, report_rates
 from sunspot.train.survivor import Survivor
-from sunspot.train.worker import Worker
+from sunspot.train.worker import GroupStart, Worker
 
 FAILURE_S = 5.0
 """Maximum number of seconds that a failed worker waits for storage to take its traceback."""
@@ -90,6 +95,23 @@ class WorkerConfig:
     def claimant(self) -> Claimant:
         """Return a new claimant of the run. Each group needs its own."""
         return Claimant(self.run, self.owner, self.driver)
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """Everything that is needed to build a worker after its group has claimed the run."""
+
+    plan: Plan
+    run: Run
+    start: StartPoint
+    place: WorkerPlace
+    memory: NodeMemory | None
+    watchdog: Watchdog
+    control: ControlClient
+    outputs: ExitStack
+    "Contexts that write the rest of the log, the metrics and the status to storage when they are closed."
+    survivor: Survivor | None = None
+    "This process and the learner that it keeps, or None if the process ends with its group."
 
 
 class Joining(ExitStack):
@@ -234,6 +256,70 @@ class Joining(ExitStack):
             self.enter_context(Background(LOOK_EVERY_S, look))
         self.enter_context(Background(EXPORT_EVERY_S, worker.telemetry.export))
         return worker
+
+
+def build_worker(setup: WorkerSetup, state: TrainingState, phases: Phases) -> Worker:
+    """Build the worker from the `state` that its group starts from. All workers of the group call this together.
+
+    If this process has kept its learner, `Survivor.continue_from` has already loaded the state into the learner.
+    Otherwise, this function builds the learner, and loads the state. `phases` holds the end time of each completed
+    phase of the group's start.
+    """
+    plan = setup.plan
+    start = setup.start
+    place = setup.place
+    watchdog = setup.watchdog
+    attempt = start.attempt
+    survivor = setup.survivor
+    learner = survivor.learner if survivor else None
+    if learner is None:  # the same on all workers (`Survivor.continue_from`)
+        with watchdog.paused():  # fetching weights and reading rows may take any time
+            if place.device.type == "cuda":  # all workers wait before any of them allocates memory
+                awaits = partial(await_device_memory, place.device, place.nodes[place.rank], setup.control)
+                run_on_all_ranks(place.group, awaits)
+            learner = build_learner(plan, place, attempt, state, make_loader)
+    journals = open_journals(setup.run, start) if place.rank == 0 else None
+    evaluated = state.evaluated and not ends_in_memory(plan, attempt.step, state)
+    left_out = not evaluated and leaves_out_evaluation(start, plan.total_steps)
+    if journals:
+        if left_out:
+            record_left_out(attempt.step, journals.events)
+        with watchdog.paused():  # a task may compute the rates of all steps
+            report_rates(learner, start, state, setup.control)
+    # Under fsdp, the checkpoint manager forms a process group of its own.
+    with survivor.groups.forming(survivor.is_closed) if survivor and is_fsdp(learner.model) else nullcontext():
+        checkpoints = CheckpointManager(
+            setup.run,
+            attempt,
+            plan,
+            learner.saved(),
+            place=place,
+            memory=setup.memory,
+            windows=state.ledger,
+            journals=journals,
+        )
+    if survivor:
+        status = start.past.status
+        committed = status.checkpoint_time if status else None
+        checkpoints.continue_commits(survivor.committer, [*start.before, attempt], committed)
+    reporter = None
+    if journals:
+        phases = Phases(**phases, loaded=time.time())
+        reporter = Reporter(setup.run, plan, start, state, setup.control, journals, checkpoints, phases)
+        reporter.announce()
+    gauges = reporter.gauges if reporter else None
+    telemetry = Telemetry(plan.settings.run_name, place.rank, place.device, lambda: checkpoints.stall_s, gauges)
+    group_start = GroupStart(
+        attempt.step,
+        evaluated or left_out,
+        state.metrics,
+        in_place=state.tier == IN_PLACE,
+        window=survivor.window if survivor else None,
+        is_closed=survivor.is_closed if survivor else None,
+        weights_checked=state.tier not in AHEAD_OF_STORAGE,
+    )
+    commands = CommandPoller(setup.control, survivor.regroups if survivor else lambda: False)
+    return Worker(learner, group_start, checkpoints, commands, watchdog, telemetry, reporter, setup.outputs)
 
 
 def set_up_process(config: WorkerConfig, survivor: Survivor | None) -> None:

@@ -10,13 +10,16 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import cycle
 from typing import Any, Self
 
+import numpy as np
 import ray
 import ray.train.torch
 import torch
@@ -24,9 +27,11 @@ import torch.distributed as dist
 
 from sunspot.checkpoint import CheckpointCommitter, NodeMemory
 from sunspot.checkpoint.files import load_weights
+from sunspot.checkpoint.snapshot import SavedObjects
+from sunspot.checkpoint.tensors import in_buffer, map_tensors, size_of, tensors_in
 from sunspot.elastic.claim import StartPoint, process_name
 from sunspot.elastic.control import ControlChannel, ControlClient
-from sunspot.elastic.copies import LiveState
+from sunspot.elastic.copies import LiveState, SurvivingState
 from sunspot.elastic.member_connections import MACHINE_LIMIT_S
 from sunspot.elastic.membership import Generation, Member
 from sunspot.elastic.membership_channel import (
@@ -36,18 +41,19 @@ from sunspot.elastic.membership_channel import (
     MembershipClient,
     RegroupError,
 )
-from sunspot.elastic.restore import StateMetadata, TrainingState, hand_over
+from sunspot.elastic.restore import TrainingState
 from sunspot.elastic.watchdog import FIRST_STEP_S, Watchdog, ended_after
 from sunspot.errors import SupersededError, find_in, shorten
 from sunspot.formatting import plural
 from sunspot.observe.metrics import MetricWindow
-from sunspot.parallel.collectives import WorkerPlace, same_parameters
+from sunspot.parallel.collectives import WorkerPlace, gather_objects, same_parameters
 from sunspot.parallel.process_group import FORM_LIMIT_S, NCCL_LIMIT_S, ProcessGroups
 from sunspot.parallel.replica_groups import ReplicaGroups
-from sunspot.parallel.sharding import shard_model_state
+from sunspot.parallel.sharding import part_of, shard_model_state
 from sunspot.parallel.step_barrier import CLOSED_WITHIN_S
+from sunspot.parallel.transfers import transfer
 from sunspot.ray_internals.controller import GroupRestartError
-from sunspot.run.attempts import Attempt, checkpoint_name, step_of
+from sunspot.run.attempts import IN_PLACE, Attempt, checkpoint_name, step_of
 from sunspot.run.failures import LOST_PEER
 from sunspot.train.learner import Learner, load_rest
 from sunspot.train.worker import Worker, close_outputs
@@ -62,8 +68,25 @@ STUCK_AFTER_S = 20.0
 """Seconds by which an operation may exceed its time limit before the process ends itself."""
 
 
+SEND_LIMIT_S = 120
+"""Maximum number of seconds that a transfer may take per tensor, on average. If either side is lost, the transfer ends
+sooner."""
+
+
 class NoGroupError(RuntimeError):
     """Raised after GROUP_TRIES failed groups, or if a replacement's first group does not form."""
+
+
+@dataclass(frozen=True)
+class StateMetadata:
+    """Everything that belongs to a live state besides its tensors."""
+
+    metrics: dict[str, Any]
+    "Metrics that a checkpoint of the state would contain."
+    taken: float
+    "Time at which its last step was taken, in seconds since the epoch."
+    ledger: Sequence[Any]
+    "Windows of consumed rows that might not be in storage yet."
 
 
 class Survivor:
@@ -357,3 +380,63 @@ def abandon_step(worker: Worker) -> tuple[LiveState, StateMetadata] | None:
     place = worker.learner.place
     live = LiveState(worker.checkpoints.name_at(worker.step), worker.evaluated, place.shard, place.shards)
     return live, StateMetadata(worker.state_metrics(worker.record), worker.step_ended, windows)
+
+
+def hand_over(
+    place: WorkerPlace,
+    surviving: SurvivingState,
+    saved: SavedObjects | None,
+    metadata: StateMetadata | None,
+    total_steps: int,
+) -> TrainingState:
+    """Return the state from which the group continues. All workers of the group call this together.
+
+    Each rank without the state is assigned to a rank that has it. If the state is sharded, both ranks have the same
+    shard. Each rank that has the state sends the tensors in `saved` to the ranks assigned to it, and its own result
+    contains no tensors. All ranks use the `metadata` of the first rank that has the state, because other ranks'
+    metadata can differ after a loss.
+
+    If the state has several shards, no rank returns before every rank has received its shard. Until then, each rank
+    keeps the shard of its previous state, which it would need if a sender were lost.
+    """
+    assert place.group
+    rank = place.rank
+    senders = assign_senders(surviving, place.world_size)
+    first = {holder % surviving.shards: holder for holder in reversed(surviving.ranks)}
+    sends = rank in {*first.values(), *senders.values()}
+    state = saved.with_average(saved.state()) if saved and sends else None
+    structure = map_tensors(state, lambda tensor: torch.empty_like(part_of(tensor), device="meta"))
+    # One rank for each shard describes the tensors, because all ranks with the same shard have the same tensors.
+    described = gather_objects((structure, metadata) if rank in first.values() else None, place.group)
+    structure = described[first[rank % surviving.shards]][0]
+    metadata = described[surviving.ranks[0]][1]
+    known = TrainingState(
+        evaluated=surviving.evaluated,
+        metrics=metadata.metrics,
+        taken=metadata.taken,
+        tier=IN_PLACE,
+        total_steps=total_steps,
+        ledger=tuple(metadata.ledger),
+    )
+    if rank in senders.values():
+        own = [part_of(tensor.detach()).cpu().contiguous() for tensor in tensors_in(state)]
+        receivers = [other for other, sender in senders.items() if sender == rank]
+        transfer(place.group, dict.fromkeys(receivers, own), {}, SEND_LIMIT_S)
+    elif rank in senders:
+        # Each part has its own memory, because the optimizer keeps the tensors. Other ranks are waiting, so no time is
+        # spent on setting the memory to zero first.
+        parts = structure.items()
+        received = {name: in_buffer(part, np.empty(max(1, size_of(part)), np.uint8)) for name, part in parts}
+        transfer(place.group, {}, {senders[rank]: tensors_in(received)}, SEND_LIMIT_S)
+        known = TrainingState(**{**vars(known), **received})
+    if senders and surviving.shards > 1:
+        dist.barrier(place.group)
+    return known
+
+
+def assign_senders(surviving: SurvivingState, world_size: int) -> dict[int, int]:
+    """Return the sender for each rank that lacks the state. The sender and the receiver have the same shard."""
+    lacking = [rank for rank in range(world_size) if rank not in surviving.ranks]
+    shards = surviving.shards
+    holders = [cycle([rank for rank in surviving.ranks if rank % shards == shard]) for shard in range(shards)]
+    return {rank: next(holders[rank % shards]) for rank in lacking}

@@ -49,10 +49,11 @@ from sunspot.settings import PREFIX, Settings
 from sunspot.tasks import describe_misspelled, load_predict, load_task
 from sunspot.tasks.defaults import optimizers_in
 from sunspot.tracking.process import refuse_unusable
-from sunspot.train.build import build_learner, describe_rates
+from sunspot.train.build import build_learner
 from sunspot.train.evaluate import describe_absent, evaluation_mode
 from sunspot.train.learner import Learner, row_losses
 from sunspot.train.loop import train
+from sunspot.train.start_report import describe_rates
 from sunspot.train.worker import GroupStart, Step, Worker
 
 log = logging.getLogger(__name__)
