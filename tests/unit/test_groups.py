@@ -51,6 +51,17 @@ def test_spot_nodes_that_come_and_go_do_not_change_the_request() -> None:
         assert story.after(5, ondemand=4) == [4, 4]
 
 
+def test_a_run_returns_later_each_time_to_spot_nodes_that_went_again() -> None:
+    story = Story(SPOT, ON_DEMAND)
+    story.after(301)
+    for wait_s in (300, 600, 1200):
+        assert story.after(wait_s - 1, spot=4, ondemand=4) == [4, 4]
+        assert story.after(1, spot=4, ondemand=4) == [4, 0]
+        assert story.after(301, ondemand=4) == [4, 4]
+    story.after(7200, ondemand=4)
+    assert story.after(300, spot=4, ondemand=4) == [4, 0], "the earlier losses are forgotten"
+
+
 def test_a_run_keeps_one_on_demand_worker_and_requests_spot_nodes_for_the_others() -> None:
     story = Story(BASE, SPOT, ON_DEMAND)
     assert story.after(1) == [1, 3, 0], "these workers never fit into the group before, so they are requested at once"
