@@ -11,9 +11,10 @@ Who decides that a worker is lost
 In survivor mode, membership_channel.MembershipServer.declare_lost decides, in the driver. Each worker has a connection
 to the server, and member_connections.MemberConnections serves all connections in one thread. A worker is lost at once
 if its connection ends because the process has exited. It is lost after MACHINE_LIMIT_S (1 s) if the kernel of its
-machine no longer acknowledges packets, and after PROCESS_LIMIT_S (10 s) if its process sends no heartbeat. While a
-worker builds its model, it may be silent for longer. Ray notices the loss later than the server. failures.FailureJudge
-then counts the loss against MAX_FAILURES, and Ray replaces the process.
+machine no longer acknowledges packets, and after PROCESS_LIMIT_S (10 s) if its process sends no heartbeat. A worker may
+be silent for longer while it does something that can take any time, such as building its model (`Watchdog.paused`).
+Ray notices the loss later than the server. failures.FailureJudge then counts the loss against MAX_FAILURES, and Ray
+replaces the process.
 
 In restart mode, Ray Train's controller decides. A worker is lost if its actor has died or does not answer a health
 check. Ray then calls failure_callback.FailureCallback, which asks failures.FailureJudge whether another group starts.
@@ -32,39 +33,47 @@ A loss in survivor mode, from the last packet of a process to the next step
 ---------------------------------------------------------------------------
 These functions and classes take part. Step 3 often begins before steps 1 and 2, because the kernel closes the
 connections of a killed process at once, and gloo then raises an error. `Survivor.outlives` therefore waits up to
-CLOSED_WITHIN_S for the message of step 2. In a run on GPUs, gloo can raise this error, too, because decisions and the
-exchange of row IDs (AUDIT) always use gloo.
+CLOSED_WITHIN_S (3 s) for the message of step 2. In a run on GPUs, gloo can raise this error, too, because decisions
+and the exchange of row IDs (AUDIT) always use gloo.
 
- 1. membership_channel.MembershipServer   declares the process lost (`declare_lost`), reports the loss for its receipt
-                                          (`_note_loss`), and tells the other members of its group that this group has
-                                          ended. A group is also called a generation
+ 1. membership_channel.MembershipServer   declares the process lost (`declare_lost`, called by MemberConnections),
+                                          reports the loss for its receipt (`_note_loss`), and tells the other members
+                                          of its group that this group has ended. A group is also called a generation
  2. membership_channel.MembershipClient   receives this message in each member, and aborts the collectives of the
-                                          member's process, so that no step hangs. Gloo's collectives then raise an
-                                          error. NCCL's collectives return without an error, but with wrong sums
+                                          member's process, so that no step hangs (parallel.process_group). Gloo's
+                                          collectives then raise an error. NCCL's collectives return without an error,
+                                          but with wrong sums
  3. train.loop.train_in_group             catches the error that ends the step. The error comes from a gloo collective,
                                           from `StepGuard` if NCCL's sums were aborted, or from `Worker` if the worker
-                                          sees that its group has ended. `train_in_groups` then abandons the group,
-                                          and joins the next one
+                                          sees that its group has ended. At the end of `train_in_group`, the hooks on
+                                          the model are removed (`TrainingRun.close`), and the threads that belong to
+                                          the group end (`Joining`). `train_in_groups` then abandons the group, and
+                                          joins the next one
  4. train.survivor.Survivor               decides whether the process can join another group after this error
-                                          (`outlives`), and keeps the state for that group (`abandon_group`)
+                                          (`outlives`), and keeps the state for that group (`abandon_group`). Commits
+                                          of checkpoints that have not begun are dropped, and the others continue
+                                          (`CheckpointManager.leave_group`)
  5. train.step_guard.StepGuard            decides whether the abandoned step counts. It counts if `Worker.finish_step`
                                           has accepted it, unless the GPU has cancelled it because the step's sums
-                                          were aborted. If the step does not count, train.undo.StepUndo restores the
-                                          state from before the step. Under hsdp, a worker that waits for the others
+                                          were aborted. train.undo.StepUndo then restores the state after the newest
+                                          step that counts. If StepUndo cannot restore it, the process keeps no state,
+                                          and gets another worker's. Under hsdp, a worker that waits for the others
                                           before its optimizer's step asks the server whether to take this step
                                           (parallel.step_barrier.StepBarrier)
  6. train.joining.Joining                 makes the process a worker of the next group. Its methods `form`, `claim` and
                                           `build` lead to steps 7, 8 and 9
- 7. membership.Membership                 forms the group (`decide`) once all living members have asked to join it. They
-                                          ask in `Survivor.form`
- 8. claim.agree_on_start                  finds out which ranks have the newest state, and claims an attempt that starts
-                                          from it (`claim_in_place`)
+ 7. membership.Membership                 decides that the group forms (`decide`) once all living members have asked to
+                                          join it. They ask in `Survivor.form`, and ProcessGroups connects them.
+                                          Membership also decides in step 1 that a group has ended
+ 8. claim.agree_on_start                  finds out which ranks have the newest state (copies.choose_live), and claims
+                                          an attempt that starts from it (`claim_in_place`)
  9. train.survivor.Survivor               sends that state to the ranks that lack it (`continue_from`, `hand_over`),
-                                          gives the learner its place in the group, loads a received state, and compares
-                                          all ranks' parameters. If they are equal, train.joining.build_worker makes the
-                                          worker, and the loop takes the next step or repeats the interrupted step. If
-                                          they differ, all ranks form another group, which returns to the newest copy
-                                          or checkpoint
+                                          gives the learner its place in the group and discards its gradients
+                                          (`Learner.move`), loads a received state, and compares all ranks' parameters.
+                                          If they are equal, train.joining.build_worker makes the worker, and the loop
+                                          takes the next step, or repeats the interrupted step or evaluation. If they
+                                          differ, all ranks form another group, which returns to the newest copy or
+                                          checkpoint
 
 The receipt of the loss begins in step 1: control.ControlChannel.add_loss passes the loss to merged_incidents.Incidents.
 In step 9, rank 0 gets the merged incident (train.reporter.Reporter.announce, control.ControlChannel.begin_group). After
@@ -90,7 +99,7 @@ A restart of the whole group, from the notice to the first step of the new group
  2. ray start                             marks the node as draining, for RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
  3. supervisor.Supervisor.tick            reads ray_internals.nodes.draining_nodes twice a second -> NodeMonitor.check
  4. control.ControlChannel.restart_group  records the incident, and sets Command.restart with its deadline
- 5. control.CommandPoller.poll            passes the command to rank 0, after a step (train.worker.Worker.wanted)
+ 5. control.CommandPoller.poll            passes the command to rank 0, after a step (`Worker.choose_actions`)
  6. parallel.decisions.StepDecisionBroadcast.agree  passes it to all ranks (train.worker.Worker.finish_step)
  7. checkpoint.CheckpointManager.save     copies the state to shared memory, and begins to commit it to storage
  8. checkpoint.CheckpointManager.drain    waits for that commit, until one second before the deadline at the latest

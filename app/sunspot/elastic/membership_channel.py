@@ -9,7 +9,7 @@ ends, so the loss is known at once. A lost node does not close its connections, 
 server sends a byte to a member that has sent no heartbeat for a while. Even a busy kernel acknowledges such bytes, so
 a limit of MACHINE_LIMIT_S is enough. Members notice a lost driver in the same way. If a process is stopped (SIGSTOP),
 its kernel still answers. The process therefore counts as lost only after PROCESS_LIMIT_S without a heartbeat, or even
-later if it is building its model.
+later if it is doing something that can take any time, such as building its model (`Watchdog.paused`).
 
 A process that was wrongly presumed lost finds its connection closed, and reconnects at once under another uid. If the
 other members have not formed a group by then, they wait for the process to join. Otherwise, it joins them later.

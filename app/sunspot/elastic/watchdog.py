@@ -5,7 +5,7 @@ each other, and each one records its own rank's stacks. A watchdog is a thread, 
 holds the GIL in C code. It therefore keeps postponing a timer that does not need the GIL (`faulthandler`). If this
 timer expires, it writes the stacks to a file in the node's shared memory and terminates the process. The next worker on
 the node uploads the file. A stopped rank (SIGSTOP) leaves no stacks, and neither does a rank on a lost node. The other
-ranks' stacks still show which rank has stopped (`run.failures.suspects`).
+ranks' stacks still show which rank has stopped (`run.failures.find_suspects`).
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ One step, from its rows to the beginning of the next step
                                    since the previous step ended, StepUndo renews its copies
  3. run.TrainingRun.parts          splits the rows into parts that fit in memory (MICRO_BATCH_SIZE)
  4. loop.take_step                 runs the forward and backward pass of each part
- 5. parallel.data_parallel         averages the gradients over all workers (ddp), during the last backward pass
+ 5. parallel.data_parallel         averages the gradients over all workers (ddp), mostly during the last backward pass
  6. worker.Worker.wait_before_change  is called by a hook of the optimizer. It waits until the previous state is copied
                                    and, in survivor mode, until the gradients are complete: under hsdp on all workers
                                    (`parallel.step_barrier`). Under ddp on a GPU, a fused optimizer does not wait: the
@@ -39,7 +39,8 @@ One step, from its rows to the beginning of the next step
                                    survivor mode, StepUndo copies the buffers and the frozen parameters that change, so
                                    that the next step can be undone. `finish_step` gets from `parallel.decisions` what
                                    rank 0 decided after this step or the previous one: to save, copy, report, stop,
-                                   restart or form a new group. It also evaluates after an epoch
+                                   restart or form a new group. It also saves after each epoch and every
+                                   CHECKPOINT_EVERY_STEPS steps, and evaluates after an epoch
  9. checkpoint.CheckpointManager.save  is called in item 8. It begins to copy the state if a copy or a checkpoint
                                    is due
 

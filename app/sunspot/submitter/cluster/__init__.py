@@ -1,9 +1,9 @@
 """Starts, follows, stops and deletes runs in a Kubernetes cluster.
 
 1. `kubeconfig.make_client` chooses the API server and the credentials. `api.Cluster` sends all requests.
-2. `placing.render_in_place` chooses one of the places in the profile. `preflight.check` looks for problems before a
-   job is submitted. `start.submit` then applies the RayJob, with its manifest in an annotation for restarts
-   (`applied`). `moving.move_run` moves a live run to another place.
+2. `placing.render_in_place` chooses one of the places in the profile. `start.submit` looks for problems
+   (`preflight.check`), and then applies the RayJob, with its manifest in an annotation for restarts (`applied`).
+   `moving.move_run` moves a live run to another place.
 3. `observation.RunAccess` reads the run from the cluster (`state.ClusterSeen`, made of `views`) and from storage
    (`run.seen.RunSeen`). `gone_jobs` finds RayJobs that were deleted before their runs had ended.
 4. `pod_problems.find_problems` explains why pods are not running. `state.judge` combines everything seen into one state

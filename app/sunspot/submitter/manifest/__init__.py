@@ -4,7 +4,7 @@
     profile.py          loads a profile and the profiles that it extends (load_profile)
     render.py           collects the settings and calls the modules below (render)
     shape.py            chooses the number of pods and each worker's resources (choose_shape)
-    pods.py             fills in the head pod and the worker groups (make_cluster)
+    pods.py             fills in the head pod and the worker groups of the template k8s/rayjob.yaml (make_cluster)
     merge.py            merges in the profile's own Kubernetes fields at the end (merge_pod, merge_job)
 
 These modules check the manifest before it is sent to the cluster:
