@@ -50,7 +50,7 @@ MIN_ENTROPY_BITS = 3.0
 
 
 class Form(NamedTuple):
-    """A kind of credential with a recognizable form."""
+    """A kind of credential that can be recognized by its text."""
 
     name: str
     marker: str

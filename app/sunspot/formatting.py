@@ -61,7 +61,8 @@ def as_time(moment: float) -> str:
 def as_bytes(size: float, units: Sequence[str] = ("KB", "MB", "GB")) -> str:
     """Format `size`, a number of bytes, for people.
 
-    The result is in bytes if `size` is below 1000, or else in the largest of the decimal `units` that suits it.
+    A size below 1000 is given in bytes. A larger size is given in the largest of the decimal `units` in which it is at
+    least 1.
     """
     if size < 1000:
         return f"{size:.0f} bytes"

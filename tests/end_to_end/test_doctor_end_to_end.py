@@ -46,9 +46,7 @@ def train(program: Program, data: str, **faults: object) -> dict[Diagnosis, list
 
 
 @pytest.mark.slow
-def test_doctor_distinguishes_slow_rows_and_a_slow_rank_and_a_memory_leak(
-    program: Program, make_data: MakeData
-) -> None:
+def test_doctor_distinguishes_three_problems_in_the_same_run(program: Program, make_data: MakeData) -> None:
     found = train(program, make_data(20 * STEPS), read_s=0.05, lag_s=0.05, leak_mib=2)
     assert set(found) == {Diagnosis.DATA_BOUND, Diagnosis.STRAGGLER, Diagnosis.MEMORY}
     [rows] = found[Diagnosis.DATA_BOUND]

@@ -66,7 +66,7 @@ def test_a_killed_worker_is_replaced_while_the_other_workers_keep_training(
 
 
 @pytest.mark.slow
-def test_a_run_releases_a_worker_and_takes_it_back_on_request_without_a_restart(
+def test_a_run_can_be_scaled_down_and_up_again_without_a_restart(
     program: Program, make_data: MakeData, ray_address: str
 ) -> None:
     run = the_run(program)
@@ -227,7 +227,7 @@ def test_a_replica_leaves_and_returns_without_a_repeated_step(
 
 
 @pytest.mark.slow
-def test_all_shards_take_a_step_even_if_the_loss_of_a_worker_interrupts_the_barrier(
+def test_a_step_counts_even_if_the_loss_of_a_worker_interrupts_the_barrier(
     program: Program, make_data: MakeData, ray_address: str, tmp_path: Path
 ) -> None:
     run = the_run(program)

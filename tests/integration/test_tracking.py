@@ -237,7 +237,7 @@ def test_the_tracking_service_receives_exactly_the_metrics_in_the_history(
     assert deliver(run, "digits").place == ""
 
 
-def test_metrics_are_sent_once_and_only_after_the_next_checkpoint(run: Run, server: Server) -> None:
+def test_metrics_are_sent_after_the_next_checkpoint_and_never_twice(run: Run, server: Server) -> None:
     first = start(begin(run), "job", at=BEGUN, **attempt_metadata())
     report(run, first, *(record(step, BEGUN + step) for step in (5, 10, 15)))
     following = Delivery(run, "mlflow", "lineage")

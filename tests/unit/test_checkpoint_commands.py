@@ -424,7 +424,9 @@ def test_gc_keeps_files_that_a_live_process_might_be_writing(
     assert left(run) == {good.name}
 
 
-def test_gc_uses_the_clock_of_the_storage(run: Run, sunspot: StorageCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gc_uses_the_storage_clock_instead_of_the_local_clock(
+    run: Run, sunspot: StorageCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
     attempt = start(begin(run), "job")
     good, begun = commit(run, attempt, 3), leave_incomplete(run, attempt, 5)
     write_status(run, Status(RunState.RUNNING, "job"))

@@ -640,7 +640,7 @@ def test_doctor_says_why_the_network_between_nodes_is_not_tested(
     assert told.get(why, "let pods reach only pods of their own run") in said["seen"]
 
 
-def test_the_probe_pod_for_workers_runs_on_spot_nodes_with_a_spot_profile() -> None:
+def test_the_probe_pod_for_workers_runs_on_spot_nodes_if_the_profile_uses_them() -> None:
     manifest = render("gke-spot", {"RUN_NAME": "run"}).manifest
     head, worker = (make_pod(manifest, kind, "x")["spec"] for kind in ("head", "worker"))
     assert worker["nodeSelector"] == {"cloud.google.com/gke-spot": "true", **OF_THE_IMAGE}

@@ -181,7 +181,7 @@ def test_costs_are_summed_by_label(sunspot: StorageCommand) -> None:
     assert [line.split()[0] for line in lines] == ["team", "text", "vision", "without", "all"]
 
 
-def test_the_status_command_and_the_events_command_and_the_report_show_the_cost_of_a_run(
+def test_the_cost_of_a_run_is_shown_by_the_status_and_events_commands_and_in_the_report(
     sunspot: StorageCommand,
 ) -> None:
     status = sunspot("status", "words", "--json").json

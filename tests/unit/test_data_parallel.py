@@ -122,7 +122,7 @@ def train(style: str, model: Any, inner: Experts, rows: slice, world_size: int) 
         yield unused, {name: each.detach().clone() for name, each in inner.named_parameters()}
 
 
-def test_adding_the_gradients_of_losses_equals_the_backward_pass_of_their_weighted_sum() -> None:
+def test_the_add_gradients_function_adds_the_same_gradients_as_a_backward_pass() -> None:
     torch.manual_seed(0)
     model, rows = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), torch.randn(5, 3)
     found = []

@@ -88,7 +88,7 @@ def test_processes_are_listed_even_if_their_names_are_not_utf_8(tmp_path: Path) 
             process.kill()
 
 
-def test_a_failed_training_ends_the_demonstration_with_its_output() -> None:
+def test_the_error_for_failed_training_includes_the_training_output() -> None:
     with trainer("print('no space left'); raise SystemExit(4)") as training:
         with pytest.raises(SunspotError, match=r"the training ended before the first step:\nno space left$"):
             training.wait("the first step", lambda: None)

@@ -135,7 +135,7 @@ def test_files_on_disk_are_not_cached(tmp_path: Path, cache_folder: Path) -> Non
     assert not cache_folder.exists()
 
 
-def test_errors_of_the_bucket_are_raised_and_the_cache_keeps_no_incomplete_entry(
+def test_bucket_errors_are_raised_and_the_cache_keeps_no_incomplete_entry(
     s3_bucket: str, s3_proxy: FaultProxy, cache_folder: Path
 ) -> None:
     url = f"s3://{s3_bucket}"

@@ -408,7 +408,7 @@ def test_a_run_is_finishing_once_it_has_taken_all_steps(run: Run, sunspot: Comma
         ({"throttled_share": [0.2, 0.2]}, ["healthy"]),
     ],
 )  # fmt: skip
-def test_doctor_finds_why_a_run_is_slow(
+def test_doctor_finds_out_why_a_run_is_slow(
     run: Run, sunspot: Command, ranks: dict[str, list[float]], expected: list[str]
 ) -> None:
     report(run, trains(run), *windows(5, **ranks))

@@ -68,7 +68,7 @@ def test_the_sunspot_command_can_be_run_as_a_module(module: str, tmp_path: Path)
     assert done.stdout.endswith("imported []\n")
 
 
-def test_the_files_of_a_user_do_not_shadow_the_library(tmp_path: Path) -> None:
+def test_user_files_do_not_shadow_the_library(tmp_path: Path) -> None:
     done = run_module("sunspot.client", "", tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "imported []\n", "")
 

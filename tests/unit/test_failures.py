@@ -45,7 +45,7 @@ def write_rows(folder: Path, name: str, time: float, *taken: tuple[int, int, lis
     open_storage(str(folder)).write(f"job/rows/{name}.json", text)
 
 
-def test_rows_that_led_to_the_newest_checkpoint_are_counted(tmp_path: Path) -> None:
+def test_only_rows_in_the_lineage_of_the_newest_checkpoint_are_counted(tmp_path: Path) -> None:
     """Check a loss at step 4. Other workers continue from the checkpoint at step 3, and begin its epoch again."""
     write_rows(tmp_path, "1.0-after-none-at-0/2-0", 0.0, (1, 1, [0, 1]), (1, 2, [2, 3]))
     write_rows(tmp_path, "1.0-after-none-at-0/4-0", 0.0, (2, 3, [3, 0]), (2, 4, [1, 2]))
@@ -57,7 +57,7 @@ def test_rows_that_led_to_the_newest_checkpoint_are_counted(tmp_path: Path) -> N
     assert of_checkpoints(open_storage(str(tmp_path)), "nothing") == []
 
 
-def test_rows_are_counted_after_losing_one_or_all_replicas(tmp_path: Path) -> None:
+def test_rows_are_counted_even_if_one_or_all_replicas_are_lost(tmp_path: Path) -> None:
     for number, (name, *taken) in enumerate(
         (
             ("3-0", (1, 1, [0, 1]), (1, 1, [2]), (1, 1, [3])),
@@ -217,7 +217,7 @@ def test_the_documented_benchmark_command_is_parsed() -> None:
     assert (arguments.nodes, arguments.steps, arguments.torchft_image) == ("a,b,c", 3000, "sunspot-torchft:1")
 
 
-def test_the_benchmark_refuses_to_remove_the_node_of_the_head(
+def test_the_benchmark_refuses_to_remove_the_head_node(
     monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants, tmp_path: Path
 ) -> None:
     set_constants(scripts.subjects, SETTLE_S=-2)

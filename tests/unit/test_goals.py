@@ -149,7 +149,7 @@ def test_a_run_is_warned_early_that_it_will_miss_its_deadline(train: Train) -> N
     assert expected.warnings == ["it will miss its deadline by 60 min; it needs more workers or faster nodes"]
 
 
-def test_a_run_is_warned_early_that_its_budget_does_not_suffice(train: Train) -> None:
+def test_the_user_is_warned_early_if_the_budget_is_too_small(train: Train) -> None:
     expected = expect(train(BUDGET="30"))
 
     assert expected.excess == pytest.approx(10, abs=0.1)

@@ -143,7 +143,7 @@ def test_a_rayjob_deleted_before_its_driver_began_is_reported(
     assert sunspot.json[0]["state"] == expected
 
 
-def test_doctor_says_which_cluster_last_trained_a_run_without_a_rayjob_in_this_cluster(
+def test_doctor_says_where_a_run_last_trained_if_this_cluster_has_no_rayjob_for_the_run(
     cluster: FakeCluster, run: Run, sunspot: Command
 ) -> None:
     elsewhere = f"run-1#00c0ffee@other/{cluster_identity('B')}"

@@ -92,9 +92,7 @@ def test_in_survivor_mode_a_new_trainer_starts_unless_the_run_has_failed(
 
 
 @pytest.mark.parametrize("survivor_mode", [False, True])
-def test_a_failed_controller_is_restarted_a_few_times_without_counting_against_max_failures(
-    survivor_mode: bool,
-) -> None:
+def test_restarts_of_a_failed_controller_are_limited_but_do_not_count_toward_max_failures(survivor_mode: bool) -> None:
     outcome = GroupOutcome(find_reason(CONTROLLER, restart=False, one_machine=True), CONTROLLER, None)
     start: TrainerStart | None = TrainerStart(counts=TWICE)
     starts = 0

@@ -76,7 +76,7 @@ def test_the_same_fraction_of_each_group_is_held_out() -> None:
     assert len({place % 10 for place in np.flatnonzero(single)}) == 10
 
 
-def test_a_subset_describes_its_rows_as_its_source_does_and_has_the_attributes_of_the_source() -> None:
+def test_a_subset_has_the_attributes_and_the_row_descriptions_of_its_source() -> None:
     train, test = (pickle.loads(pickle.dumps(part)) for part in hold_out(Numbers((10, 10)), 0.2, seed=0))
     assert train.class_names == ("a", "b")
     assert (train.notes, test.notes) == (("a note",), ())

@@ -116,7 +116,7 @@ def test_the_newest_record_is_found_without_reading_the_whole_history(
     assert sum(len(read(key)) for key in asked) < 80_000
 
 
-def test_a_failed_write_of_records_is_repeated(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_of_records_is_retried(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(key: str, data: bytes) -> None:
         raise StorageError("full")
 

@@ -211,7 +211,7 @@ def test_the_next_trainer_remembers_the_bug_that_ended_the_previous_trainer(cont
         assert len(control.gave_up_for) == begun, "the second time, it would happen again"
 
 
-def test_earlier_lost_workers_are_forgotten_after_a_trainer_takes_a_step(control: Control) -> None:
+def test_earlier_losses_of_workers_are_forgotten_once_a_trainer_takes_a_step(control: Control) -> None:
     start: TrainerStart | None = TrainerStart()
     for _ in range(2):  # all workers are lost, twice
         assert start
@@ -424,7 +424,7 @@ def test_an_error_that_no_restart_can_fix_ends_the_run(control: Control) -> None
         (RuntimeError("Expected all tensors to be on the same device, but found cuda:0 and cpu!"), False),
     ],
 )
-def test_errors_from_outside_the_program_are_recognized(error: Exception, from_outside: bool) -> None:
+def test_errors_with_causes_outside_the_program_are_recognized(error: Exception, from_outside: bool) -> None:
     attempt = Attempt(1, "me", None, 40, metadata=Metadata(world_size=2, tier="memory"))
     end = describe_end(error, attempt, 1, 50)
     assert (end.from_outside, end.taken, end.world_size, end.failure.rank) == (from_outside, 10, 2, 1)
@@ -478,7 +478,7 @@ FIGURES = f"out of memory: 2.90 of 3.00 GiB in use on node {'ab' * 6}, 2.70 GiB 
 
 
 @pytest.mark.parametrize("found_by", [lambda error: error, WorkerHealthCheckFailedError], ids=["itself", "a check"])
-def test_a_worker_that_ray_killed_for_memory_is_named_with_its_memory_use(found_by: Any, control: Control) -> None:
+def test_an_out_of_memory_incident_gives_the_rank_and_the_memory_use(found_by: Any, control: Control) -> None:
     error = killed_for_memory()
     found = found_by(error) if found_by is not WorkerHealthCheckFailedError else found_by("failed", error)
     FailureCallback(control, FailureJudge(control, 3)).after_exception(None, {1: found})
@@ -564,7 +564,7 @@ def test_a_controller_that_ran_out_of_memory_is_restarted_only_on_a_cluster(
         assert "Object store" not in said
 
 
-def test_the_control_channel_reports_a_group_until_the_group_fails() -> None:
+def test_the_control_channel_keeps_a_group_until_the_group_fails() -> None:
     control = ControlChannel()
     assert not control.has_group()
     control.begin_group(worker_group(1, "a"))

@@ -117,7 +117,7 @@ def test_each_parameter_group_has_the_same_options_as_in_a_plain_loop(kind: str,
 
 
 @pytest.mark.parametrize("kind", ["OneCycleLR", "CosineAnnealingWarmRestarts"])
-def test_a_killed_run_with_a_scheduler_ends_with_the_weights_of_a_plain_loop(kind: str, tmp_path: Path) -> None:
+def test_a_killed_and_resumed_run_with_a_scheduler_matches_a_plain_loop(kind: str, tmp_path: Path) -> None:
     settings = Settings(
         **{"storage_path": str(tmp_path), "run_name": "run", "task": "tests.tasks.scheduled", "seed": 3},
         **{"task_args": {"scheduler": kind, "width": 2}, "global_batch_size": 50, "max_steps": 12},
@@ -221,7 +221,7 @@ def test_jumping_to_a_step_gives_the_same_rate_as_taking_all_steps(made: Any, st
     assert asked.param_groups[0]["lr"] == pytest.approx(played.param_groups[0]["lr"], rel=1e-9, abs=1e-12)
 
 
-def test_a_run_that_resumes_late_does_not_compute_all_earlier_rates() -> None:
+def test_a_run_that_resumes_at_a_late_step_does_not_compute_all_earlier_learning_rates() -> None:
     asked: list[int] = []
     module = module_of(build_scheduler=lambda optimizer, *_: LambdaLR(optimizer, lambda n: asked.append(n) or 0.5))
     assert rates_of(module, Settings()).at(50_000, 10**6)[0]["lr"] == 0.01

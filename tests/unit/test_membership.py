@@ -507,7 +507,7 @@ def test_a_group_finds_the_copies_in_memory_even_if_a_member_has_an_older_state(
     bring_back_a_stale_process(Decisions())
 
 
-def test_the_model_checker_detects_an_older_state_that_hides_the_copies_in_memory() -> None:
+def test_the_model_checker_detects_an_older_state_that_hides_newer_copies_in_memory() -> None:
     with pytest.raises(AssertionError, match="a newer in-memory copy is skipped"):
         bring_back_a_stale_process(CopiesHidden())
 

@@ -291,7 +291,7 @@ def test_a_run_that_was_claimed_while_its_move_was_undone_restarts_in_its_old_pl
 
 
 @pytest.mark.usefixtures("trains_in_east")
-def test_a_job_that_claimed_the_run_just_before_its_move_was_undone_is_not_withdrawn(
+def test_a_job_is_not_withdrawn_if_it_claimed_the_run_just_before_the_move_was_undone(
     clusters: dict[str, FakeCluster], sunspot: Command, profile: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved = commit(sunspot.run, read_attempts(sunspot.run)[-1], 12)

@@ -141,7 +141,7 @@ def test_a_gradient_is_clipped_to_the_maximum_norm() -> None:
         assert float(model.weight.grad.norm()) == pytest.approx(left)
 
 
-def test_clipping_uses_the_norm_over_all_workers_and_passes_and_shards(tmp_path: Path) -> None:
+def test_clipping_uses_the_gradient_norm_over_all_workers_passes_and_shards(tmp_path: Path) -> None:
     """The weights do not depend on the number of workers, passes or shards."""
     free = train_ranks(tmp_path / "free", 1, **TINY)
     alone = train_ranks(tmp_path / "alone", 1, **TINY, clip_norm=0.05)

@@ -280,7 +280,7 @@ def test_the_next_commit_removes_the_unfinished_upload_of_a_lost_rank_0(run: Run
     assert not incomplete(run)
 
 
-def test_a_late_manifest_whose_checkpoint_files_were_already_removed_is_removed(run: Run, memory: NodeMemory) -> None:
+def test_a_late_manifest_is_removed_if_its_checkpoint_files_were_already_removed(run: Run, memory: NodeMemory) -> None:
     survivor = Survivor(run, memory, checkpoints_to_keep=9)
     survivor.form_group()
     survivor.take_step(save=False)

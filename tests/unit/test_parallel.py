@@ -136,7 +136,7 @@ def agree_for(lengths: list[float], wishes: dict[int, StepActions]) -> tuple[lis
     return asked, one
 
 
-def test_rank_0_decides_on_actions_after_only_some_steps_if_steps_are_fast(set_constants: SetConstants) -> None:
+def test_rank_0_does_not_decide_on_actions_after_every_step_if_steps_are_fast(set_constants: SetConstants) -> None:
     set_constants(sunspot.parallel.decisions, ASK_EVERY_S=60.0)  # even on a busy machine
     asked, agreed = agree_for([0.0] * 70, {20: StepActions(save=True), 40: StepActions(copy=True, next_in=3)})
     assert asked[:7] == [1, 3, 7, 15, 31, 47, 50]

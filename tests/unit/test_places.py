@@ -191,7 +191,7 @@ def test_a_run_avoids_places_that_exceed_its_budget() -> None:
     assert choose(known, goal, work_s=10 * HOUR_S).place == "middle"
 
 
-def test_a_run_goes_to_the_cheapest_place_and_is_warned_if_no_place_fits_its_budget() -> None:
+def test_the_cheapest_place_is_chosen_with_a_warning_if_no_place_fits_the_budget() -> None:
     choice = choose({"cheap": seen(0.0)}, Goal(budget=50.0), work_s=10 * HOUR_S)
 
     assert (choice.place, choice.warning) == ("cheap", "the budget will be spent before the work is done")

@@ -317,7 +317,7 @@ def test_a_submission_that_waited_too_long_is_evidence_that_its_place_had_no_nod
     assert find([], [record(NODES_WITHIN_S + 301), later], None) == [("east", 300, 0.0)]
 
 
-def test_the_observations_of_all_recent_runs_about_their_places_are_read(sunspot: Command) -> None:
+def test_the_sightings_from_all_recent_runs_are_read(sunspot: Command) -> None:
     fail_in(sunspot.run, "east")
 
     assert [each.place for each in read_sightings(sunspot.run.storage, time.time())] == ["east"]

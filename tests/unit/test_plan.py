@@ -77,7 +77,7 @@ def test_the_plan_warns_about_workers_without_rows() -> None:
     assert "only 2 of 3 workers get rows" in plan.reasons[2]
 
 
-def test_a_task_that_lacks_a_function_is_rejected() -> None:
+def test_a_task_that_cannot_be_imported_or_lacks_build_model_is_rejected() -> None:
     with pytest.raises(SettingsError, match="does not define build_model"):
         load_task(load_settings({"TASK": "json"}))
     with pytest.raises(SettingsError, match=r"no\.such\.module cannot be imported"):

@@ -293,7 +293,7 @@ def test_no_interleaving_of_groups_breaks_the_protocol() -> None:
     explore(Groups, examples(6, 1000))
 
 
-def test_valid_commits_are_rejected_if_only_the_newest_attempt_can_commit(
+def test_a_rule_that_only_the_newest_attempt_can_commit_would_reject_valid_commits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sunspot.checkpoint.commit, "ensure_committer", by_attempt)
@@ -315,7 +315,7 @@ def test_the_protocol_breaks_if_a_former_rank_0_can_commit(monkeypatch: pytest.M
     expect_counterexample(Groups, "is of another")
 
 
-def test_committing_a_step_after_the_starting_step_of_the_next_group_breaks_the_protocol(
+def test_the_protocol_breaks_if_a_group_can_commit_steps_beyond_the_start_of_the_next_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def same_process(name: str, attempt: Attempt, attempts: list[Attempt]) -> bool:

@@ -120,7 +120,7 @@ def refused(error: Exception, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(raised.value).removeprefix("Ray cannot be started on this machine: ")
 
 
-def test_the_error_for_a_slow_start_mentions_the_load_and_the_logs_of_ray(
+def test_the_error_for_a_slow_start_of_ray_mentions_the_busy_machine_and_the_log_folder(
     started: list[dict[str, Any]], temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = "The current node timed out during startup"
@@ -166,7 +166,7 @@ def test_a_ray_tmpdir_that_is_too_long_is_reported(
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux only")
 @pytest.mark.parametrize(("number", "fix"), [(errno.EROFS, "let this user write there"), (errno.ENOSPC, "free some")])
-def test_an_error_about_unwritable_shared_memory_does_not_blame_the_load(
+def test_the_error_after_a_timeout_names_unwritable_shared_memory_as_the_cause(
     number: int, fix: str, started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "TemporaryFile", fail_with(OSError(number, os.strerror(number))))

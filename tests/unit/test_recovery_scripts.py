@@ -109,7 +109,7 @@ def test_the_table_shows_the_cost_of_each_fault() -> None:
         ("all", ["kill n1", "kill n2", "add n1", "add n2", "step"]),
     ],
 )
-def test_removed_nodes_are_added_again_and_a_fault_ends_with_the_next_step(
+def test_inject_brings_removed_nodes_back_and_waits_for_the_next_step(
     target: str, lines: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The nodes return before the next step if the group cannot take a step without them."""

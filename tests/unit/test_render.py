@@ -555,7 +555,7 @@ def test_volume_sizes_match_the_limits_of_a_custom_profile(full: Rendered) -> No
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_ray_detects_a_lost_node_before_its_connections_time_out(profile: str) -> None:
+def test_ray_detects_a_lost_node_before_connections_to_it_time_out(profile: str) -> None:
     """The head checks its nodes, and each node checks that the head still knows it."""
     for pod in pods_of(render(profile, {})):
         ray = {name: int(value) for name, value in variables_of(pod).items() if re.match("RAY_[a-z]", name)}
@@ -753,7 +753,7 @@ def test_pod_sizes_grow_with_gpus_and_workers(tmp_path: Path) -> None:
     assert [(each["cpu"], each["memory"]) for each in plain] == [("2", "8Gi"), ("500m", "3Gi")]
 
 
-def test_pods_can_have_a_cpu_limit_and_user_ids_assigned_by_the_namespace(tmp_path: Path) -> None:
+def test_the_namespace_can_assign_user_ids_and_pods_can_have_a_cpu_limit(tmp_path: Path) -> None:
     text = "extends: kind\nassigned_ids: true\nhead: {cpu_limit: 2}\nworker: {cpu_limit: 500m}"
     rendered = render(own_profile(tmp_path, text), {"NUM_WORKERS": "1..2"})
     check_restricted(rendered)
@@ -798,7 +798,7 @@ def test_an_elastic_run_starts_with_its_minimum_and_has_an_autoscaler() -> None:
     assert not {"enableInTreeAutoscaling", "autoscalerOptions"} & set(fixed)
 
 
-def test_only_the_container_of_the_autoscaler_gets_a_kubernetes_token() -> None:
+def test_only_the_autoscaler_container_gets_a_kubernetes_token() -> None:
     rendered = render("gke-spot", {"NUM_WORKERS": "2..8"})
     head, workers = pods_of(rendered)
     [token] = [volume for volume in head["volumes"] if "projected" in volume]

@@ -568,7 +568,7 @@ def test_the_security_policy_blocks_scripts_and_remote_images(browser: Browser, 
     assert browser.run("return document.title") == "run: failed"
 
 
-def test_a_task_metric_called_few_does_not_affect_the_charts() -> None:
+def test_a_task_metric_with_the_name_few_does_not_affect_the_charts() -> None:
     """The history's own mark for means over few rows is also called `few`, and is independent of the metric."""
     history = History()
     for step in (1, 2):

@@ -290,7 +290,7 @@ def test_a_copy_from_a_deleted_run_with_the_same_name_is_ignored(run: Run) -> No
     assert begin_start(run, copy(1, 500)).copy is None
 
 
-def test_a_process_of_a_deleted_run_neither_commits_to_nor_owns_the_new_run(run: Run) -> None:
+def test_a_process_of_a_deleted_run_cannot_change_a_new_run_with_the_same_name(run: Run) -> None:
     old = begin_start(run).attempt
     kept = commit(run, old, 5)
     for entry in run.storage.list(run.key("attempts")):
@@ -401,7 +401,7 @@ def test_a_checkpoint_that_was_never_committed_is_not_reported_as_lost(run: Run)
     assert begin_start(run).attempt.step == 0
 
 
-def test_a_failed_claim_is_repeated_with_the_next_number(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_claim_is_retried_with_the_next_number(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     claim = sunspot.run.attempts.claim
 
     def lose(*arguments: Any) -> bool:
@@ -526,7 +526,7 @@ def test_a_pause_does_not_count_as_lost_time() -> None:
     assert receipt.worker_seconds_lost == pytest.approx(2 * 10 + 2 * 10)
 
 
-def test_time_until_a_lost_run_is_started_again_counts_as_a_pause() -> None:
+def test_the_time_until_a_lost_run_is_started_again_counts_as_a_pause() -> None:
     """The run's nodes are gone by that time, unless the operator has only replaced the head."""
     lost = Status(RunState.RUNNING, "before", time=50.0, step=14)
     now = replace(a_start(claimed_by("new", at(2, 9000, step=14)), at(1, 10)), past=PastRecords(other=lost))

@@ -402,7 +402,7 @@ def expected(first: int, last: int) -> list[tuple[int, int]]:
     return sorted((step, row) for step, rows in consumed(first, last).items() for row in rows)
 
 
-def test_steps_in_an_audit_file_after_the_end_of_its_span_are_ignored(run: Run) -> None:
+def test_superseded_steps_in_an_audit_file_are_ignored(run: Run) -> None:
     """The audit file was written so late in the commit of step 4 that it includes steps up to 7."""
     first, second = Attempt(1, "job", None, 0), Attempt(2, "job", checkpoint_name(4, 1), 4)
     record_audit(run, first, consumed(1, 7))

@@ -268,7 +268,7 @@ def test_parsing_time_is_linear_in_the_length_of_an_expression() -> None:
     assert time.monotonic() - began < 2
 
 
-def test_a_dimension_with_a_lone_surrogate_in_its_name_can_be_drawn() -> None:
+def test_a_search_can_vary_a_task_argument_with_a_lone_surrogate_in_its_name() -> None:
     assert load_search({"SUNSPOT_TASK_ARGS": '{"a\\ud800": "choice(1,2)"}'}).trials
 
 

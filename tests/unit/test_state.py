@@ -309,7 +309,7 @@ def test_an_exceeded_deadline_is_a_failure_even_if_the_ray_job_runs() -> None:
     )
 
 
-def test_the_message_of_the_program_takes_precedence_over_the_message_of_the_operator() -> None:
+def test_a_message_from_the_program_takes_precedence_over_a_message_from_the_operator() -> None:
     failed = job("Failed", "FAILED", reason="AppFailed", message="Job entrypoint command failed with exit code 1")
     own = status(RunState.FAILED, reason="row 7 of train.parquet has no label")
     assert judge(failed, status=own, now=NOW)[1] == "row 7 of train.parquet has no label"
@@ -535,7 +535,9 @@ def test_a_run_can_lack_workers_while_its_next_place_is_warmed_up() -> None:
 
 
 @pytest.mark.parametrize(("deployment", "state"), [("Initializing", RunState.PENDING), ("Failed", RunState.FAILED)])
-def test_a_live_next_rayjob_continues_a_run_whose_old_rayjob_has_failed(deployment: str, state: RunState) -> None:
+def test_the_failure_of_the_old_rayjob_does_not_end_a_run_whose_next_rayjob_is_alive(
+    deployment: str, state: RunState
+) -> None:
     """The operator can fail the old RayJob before its driver writes a final status."""
     jobs = (next_job(deployment, ""), job("Failed", "RUNNING"))
     trains = status(RunState.RUNNING, began=CREATED + 10)

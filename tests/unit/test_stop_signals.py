@@ -28,7 +28,7 @@ def handlers() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_a_signal_before_training_ends_the_program_with_the_exit_code_for_that_signal(
+def test_a_program_that_gets_a_signal_before_training_exits_with_the_code_for_that_signal(
     number: signal.Signals, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cleaned = []

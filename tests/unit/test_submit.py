@@ -297,7 +297,7 @@ def test_changed_identity_settings_are_rejected_before_anything_is_sent(cluster:
     assert cluster.jobs
 
 
-def test_the_wait_option_of_submit_returns_the_outcome_of_the_run(cluster: FakeCluster, sunspot: Command) -> None:
+def test_submit_with_the_wait_option_prints_the_outcome_of_the_run(cluster: FakeCluster, sunspot: Command) -> None:
     def succeed(handler: Any) -> None:
         if cluster.jobs:
             end(cluster, sunspot.run, RunState.SUCCEEDED)
@@ -540,7 +540,7 @@ def test_an_error_about_elastic_runs_names_the_required_kueue_version(cluster: F
     assert f"{words}. A variable number of pods needs Kueue 0.18 or later" in sunspot.err
 
 
-def test_the_error_for_unreachable_storage_mentions_a_different_local_endpoint(
+def test_the_error_for_unreachable_storage_says_that_this_machine_used_its_own_endpoint(
     cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda self, context: 0.01)

@@ -370,7 +370,7 @@ def test_a_replacement_that_cannot_train_does_not_stop_workers_that_are_training
 
 
 @pytest.mark.parametrize(("head", "left_out"), [("another", True), ("bad", False)])
-def test_a_node_whose_replacements_cannot_train_is_excluded(
+def test_a_node_on_which_replacements_fail_is_excluded_unless_it_is_the_head_node(
     head: str, left_out: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     control = LocalControl()

@@ -681,7 +681,7 @@ def test_read_only_commands_use_the_bucket_in_the_rayjob(
 
 
 @pytest.mark.parametrize("verb", ["stop", "resume", "delete"])
-def test_commands_that_write_ignore_the_bucket_in_the_rayjob(
+def test_commands_that_change_a_run_ignore_the_bucket_in_its_rayjob(
     cluster: FakeCluster, s3_bucket: str, capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:
     path = f"s3://{s3_bucket}/team b"

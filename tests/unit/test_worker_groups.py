@@ -95,7 +95,7 @@ def test_each_worker_group_has_a_ray_resource_named_after_the_group(tmp_path: Pa
     assert job.manifest["spec"]["rayClusterSpec"]["enableInTreeAutoscaling"] is True
 
 
-def test_a_fixed_number_of_workers_can_move_between_groups(tmp_path: Path) -> None:
+def test_each_group_has_room_for_all_workers_of_a_run_of_fixed_size(tmp_path: Path) -> None:
     job = rendered(tmp_path, SPOT_FIRST, NUM_WORKERS="4")
     assert [group["maxReplicas"] for group in groups_of(job)] == [4, 4]
     assert job.manifest["spec"]["rayClusterSpec"]["enableInTreeAutoscaling"] is True

@@ -126,7 +126,7 @@ class RowWeightedDDPStrategy(RayDDPStrategy):
     def _forward(self, rows: slice) -> Any:
         """Run the forward pass of a part of the batch.
 
-        Returns the module's output, with the weighted sum of the part's losses.
+        Returns the module's output, in which the loss is the weighted sum of the rows' losses.
         """
         run = self._run
         module = cast(LightningModule, self.lightning_module)

@@ -136,7 +136,7 @@ class TrainerTask(Task):
         silence(trainer)
         model = TrainedModel(trainer, settings.task)
         if model.adapted and settings.weights != "pt":
-            raise self.error(f"with peft, the weights are always saved as {ADAPTER}; set {PREFIX}WEIGHTS to pt")
+            raise self.error(f"{PREFIX}WEIGHTS has no effect with peft, which always saves {ADAPTER}; set it to pt")
         return model
 
     def build_optimizer(self, model: TrainedModel, settings: Settings) -> torch.optim.Optimizer:

@@ -270,7 +270,7 @@ def files_in_index(content: bytes | bytearray) -> list[str]:
     try:
         files = sorted(set(json.loads(content)["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError("it is not an index of safetensors files") from error
+        raise ValueError("the file is not an index of safetensors files") from error
     outside = [name for name in files if "/" in name or not name.endswith(SUFFIX)]
     if outside:
         raise ValueError(f"the index lists {outside[0]}, which is not a safetensors file in the same folder")

@@ -102,10 +102,10 @@ class Slot:
     ) -> tuple[MemorySnapshot | None, str]:
         """Write the sidecar and then the marker for the complete copy in this slot.
 
-        Returns the copy and an empty string, or None and the reason why the copy could not be marked. A slot without a
-        file has no marker, so the result is None and an empty string. `changed` returns the tensors that changed while
-        they were copied. It is called after the checksum is computed, because some changes might still have been in
-        progress when the copy ended.
+        Returns the copy and an empty string, or None and the reason why the copy could not be marked. For a slot
+        without a file, the result is None and an empty string. `changed` returns the tensors that changed while they
+        were copied. Because a change might still be in progress when the copy ends, `changed` is only called after the
+        checksum has been computed.
         """
         if not self.file:
             return None, ""
@@ -350,7 +350,10 @@ class NodeMemory:
             self._log(f"copying to shared memory has resumed at step {step}")
 
     def pause(self, why: str) -> None:
-        """Make no copies that outlive this process until RETRY_S seconds have passed. Existing copies are kept."""
+        """Stop making copies that outlive this process. Existing copies are kept.
+
+        Copying can resume after RETRY_S seconds.
+        """
         self._paused_until = max(self._paused_until, time.monotonic() + RETRY_S)
         if not self._failing:
             self._failing = True

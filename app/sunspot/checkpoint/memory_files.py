@@ -256,7 +256,7 @@ def _list_processes(location: str) -> list[Path]:
 
 
 def room_for_copies(own: Path) -> int:
-    """Return the number of bytes available for the run's copies on this node. `own` is a process's directory.
+    """Return the number of bytes available for the run's copies on this node. `own` is this process's directory.
 
     This is the free space plus the space of existing copies, which new copies replace. Shared memory counts toward the
     container's memory limit, so this limit applies too.

@@ -105,7 +105,7 @@ class NodeState:
 
     @property
     def reads(self) -> bool:
-        """True if this rank reads for its node."""
+        """True if this rank reads for all ranks on its node."""
         return self._rank == self._reader
 
     def read(self, checkpoint: Checkpoint) -> list[str]:

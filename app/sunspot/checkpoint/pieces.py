@@ -71,7 +71,7 @@ class Piece(NamedTuple):
 def extent_of(
     name: str, part: torch.Tensor, place: TensorSlice | None
 ) -> tuple[str, str, list[int], list[int], list[int]]:
-    """Return the fields `name` to `lengths` of a `Piece`.
+    """Return the first five fields of a `Piece`: name, dtype, shape, offset and lengths.
 
     `part` is the slice of the tensor at `place`, or the whole tensor if `place` is None.
     """

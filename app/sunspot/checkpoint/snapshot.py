@@ -107,7 +107,7 @@ class Snapshot:
 
     @property
     def torn(self) -> bool:
-        """True if a tensor is known to have changed while being copied. A change is known once it is complete."""
+        """True if a tensor is known to have changed while being copied. A change in progress is not known yet."""
         return bool(self.watch.changed())
 
     def release(self) -> None:
@@ -132,7 +132,7 @@ class OptimizerOnlyParameters:
         "The `id` of each parameter that the second forward pass changed without PyTorch's counter noticing."
 
     def begin_group(self) -> None:
-        """Discard recorded values that were not compared yet, because the state can now come from another worker."""
+        """Discard values that have not been compared yet, because the state can now come from another worker."""
         if self.ids is None:
             self._after_first = []
 

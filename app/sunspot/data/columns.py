@@ -167,7 +167,9 @@ class Column:
             def decode(index: int) -> np.ndarray:
                 each = self._decode(values[index], origin, index)
                 if each.ndim != 1:
-                    raise origin.error(index, f"was decoded to an array of shape {list(each.shape)}; it must be a list")
+                    raise origin.error(
+                        index, f"was decoded to an array of shape {list(each.shape)}; it must have one dimension"
+                    )
                 return each
 
             decoded = map_parallel(decode, range(len(values)), self._decoding_threads)
@@ -245,7 +247,7 @@ class Column:
         return self._cast(decoded.reshape(-1), origin, lambda _: index).reshape(decoded.shape)
 
     def _fit(self, values: pa.Array, origin: ColumnOrigin, row_of: Callable[[int], int]) -> np.ndarray:
-        """Return numbers in the column's dtype. `row_of` maps a number's index to its row's index."""
+        """Return `values` as numbers of the column's dtype. `row_of` maps a number's index to its row's index."""
         if values.null_count:
             raise origin.error(row_of(first_true(pc.is_null(values))), "contains a null")
         if pa.types.is_boolean(values.type):
@@ -305,7 +307,7 @@ class ImageColumn(Column):
     def check_type(self, stored: pa.DataType, place: str) -> None:
         if isinstance(stored, pa.FixedShapeTensorType) and stored.value_type == pa.uint8():
             if is_permuted(stored):
-                raise DataError(f"{place} is {stored}, which has a permutation; write it from a C-contiguous array")
+                raise DataError(f"{place} is {stored}; write it without a permutation, from a C-contiguous array")
             if order_dims(tuple(stored.shape), place)[0] != self.shape or tuple(stored.shape) != self.dims:
                 raise DataError(f"{place} has the shape {list(stored.shape)}, {self._describe_first()}")
         elif not is_encoded(stored) and not Column("uint8", self.dims).takes(stored):

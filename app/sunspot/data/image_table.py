@@ -1,6 +1,6 @@
 """Opens image datasets, which are tables with the columns `image` and `label`.
 
-The first file determines the form of all images.
+All images of a dataset have the same shape, which the first table or the folder of images determines.
 """
 
 import io

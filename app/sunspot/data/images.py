@@ -301,7 +301,10 @@ class Unscaled:
     scales: ClassVar[bool] = False
 
     def __call__(self, stored: Any) -> np.ndarray:
-        """Decode a file's bytes, or a dict that contains them as `bytes`, to uint8 [C, H, W]. Raises `DataError`."""
+        """Decode a file's bytes, or a dict that contains them as `bytes`, to uint8 [C, H, W].
+
+        Raises `DataError` if the image is rejected or damaged.
+        """
         return decode_picture(stored["bytes"] if isinstance(stored, dict) else stored, self.shape, self.scales)
 
 

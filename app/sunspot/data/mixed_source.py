@@ -24,7 +24,7 @@ OpenRows = Callable[[Settings], tuple[Source, Source | None]]
 
 @dataclass(frozen=True)
 class MixedSource(ModelData):
-    """A `Source` of the rows of several sources. Row IDs follow the order of the sources."""
+    """A `Source` that combines the rows of several sources. Row IDs follow the order of the sources."""
 
     sources: tuple[Source, ...] = ()
     mixture: tuple[WeightedSource, ...] = ()

@@ -123,7 +123,7 @@ def micro_batches(rows: int, limit: int) -> Iterator[slice]:
 
 @functools.cache
 def largest_pass(rows: int, world_size: int, limit: int) -> int:
-    """Return the number of rows in the largest forward pass of all workers, in a step of `rows` rows."""
+    """Return the size in rows of the largest forward pass that any worker runs in a step of `rows` rows."""
     sizes = {end - begin for begin, end in (share(rows, world_size, rank) for rank in range(world_size))} - {0}
     # The largest share does not always have the largest pass, because it can be split into one more part.
     return max(part.stop - part.start for size in sizes for part in micro_batches(size, limit))
@@ -256,8 +256,8 @@ class RunOrder:
     def rounds(self, first: int, last: int, rows: int) -> Iterator[tuple[int, int, list[Visit]]]:
         """Cut the positions `first` .. `last` - 1 into rounds of at least `rows` positions, except for the last round.
 
-        Yield each round's bounds and the visits that contain its rows. Each round ends at the end of a window of the
-        source with the largest weight, so no window of this source is in two rounds.
+        Yield each round's bounds and the visits that contain its rows. The main source is the one with the largest
+        weight. Each round ends where a window of the main source ends, so no window of this source is in two rounds.
         """
         main = int(np.argmax(self.weights))
         ahead = [order.visits(begin) for order, begin in zip(self.orders, self.count(first), strict=True)]
@@ -283,7 +283,7 @@ class RunOrder:
             first = end
 
     def _position_after(self, source: int, given: int) -> int:
-        """Return the first position before which a source provides `given` rows."""
+        """Return the lowest position by which a source has provided `given` rows."""
         # A count differs from the exact share by less than the number of sources.
         around = (given - len(self.weights), given + len(self.weights))
         low, high = (max(0, each * sum(self.weights) // self.weights[source]) for each in around)

@@ -39,7 +39,7 @@ class PackedSource:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The number of values in a row."""
+        """The shape of a row, which has one axis with `length` values."""
         return (self.length,)
 
     @cached_property

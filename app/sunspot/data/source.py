@@ -1,4 +1,4 @@
-"""Defines `Source`, through which loaders read rows, and `ModelData`, which describes a model's data in checkpoints."""
+"""Defines `Source`, through which loaders read rows, and `ModelData`, which describes a model's training data."""
 
 from __future__ import annotations
 
@@ -160,12 +160,12 @@ class PredictionSettings(Settings):
 
     @classmethod
     def of(cls, settings: Settings, model: ModelData) -> PredictionSettings:
-        """Return a run's settings together with its model's data."""
+        """Return a run's settings, extended by the facts about its model's training data."""
         return cls.model_construct(settings.model_fields_set, **dict(settings), predicting_model=model)
 
 
 def predicting_model(settings: Settings) -> ModelData | None:
-    """Return the data of the model that makes the predictions, or None if the rows are for training."""
+    """Return the `ModelData` of the model that makes the predictions, or None if the rows are for training."""
     return settings.predicting_model if isinstance(settings, PredictionSettings) else None
 
 

@@ -39,8 +39,8 @@ def pair_folders(names: Iterable[str], held_out: Collection[str] = HELD_OUT) -> 
 def refuse_mixed_splits(location: str, paths: Iterable[str], classes: Set[str] = frozenset()) -> None:
     """Raise `DataError` if the names in `paths` suggest that a folder contains both training and held-out rows.
 
-    It is enough if names contain "train", "test" or a similar word, as in "training_set" and "test_set". Two names that
-    only contain such words are ignored if one of the names is in `classes`, because a class folder can have a name like
+    Names such as "train" and "test", or "training_set" and "test_set", suggest this. However, two names that contain
+    other words as well are allowed if one of the names is in `classes`, because a class folder can be called
     "train station" or "test tube".
     """
     children: dict[str, set[str]] = defaultdict(set)

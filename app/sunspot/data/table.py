@@ -125,7 +125,7 @@ class TableSource:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Two digests joined by '-': one of the file names, row groups and columns, and one of the content.
+        """Two digests joined by '-': a digest of the file names, row groups and columns, and a digest of the content.
 
         The digest of the content covers all labels, the sizes of all row groups, and samples of the files' bytes. It
         does not show a change outside these samples if the file's size stays the same. The fingerprint does not depend

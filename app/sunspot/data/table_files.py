@@ -1,4 +1,7 @@
-"""Reads all data formats: Parquet, CSV, JSON Lines, Arrow files of Hugging Face datasets, tar shards, image folders."""
+"""Reads all data formats.
+
+The formats are Parquet, CSV, JSON Lines, Arrow files of Hugging Face datasets, tar shards, and image folders.
+"""
 
 import contextlib
 import io

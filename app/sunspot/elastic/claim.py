@@ -124,7 +124,7 @@ class PastRecords:
         return max((receipt.attempt for receipt in self.receipts), default=0)
 
     def knows_end_of(self, attempt: Attempt) -> bool:
-        """Return True if the last step of `attempt`, an earlier attempt, is known exactly.
+        """Return True if the last step of an earlier attempt is known exactly.
 
         The last step is known if there is a heartbeat of `attempt` or of a later attempt, or if a status proves that
         one of these attempts ended with a save (`ended_saved`).

@@ -41,7 +41,7 @@ class FailureCallback(ray.train.UserCallback):
         self._survivor_mode = survivor_mode
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        """Record the errors, and raise a `ControllerError` to end the trainer unless the judge lets Ray continue."""
+        """Record the errors. Raise a `ControllerError`, which ends the trainer, unless the judge lets Ray continue."""
         errors = {rank: unwrap_health_check(error) for rank, error in worker_exceptions.items()}
         failed = {rank: error for rank, error in errors.items() if not isinstance(error, GroupRestartError)}
         lines = "; ".join(f"rank {rank}: {reason(error)}" for rank, error in sorted(failed.items()))[:MAX_DETAIL]

@@ -141,13 +141,13 @@ def find_cuda_error(error: Exception) -> int | None:
 class FailureJudge:
     """Decides whether another worker group follows one that failed.
 
-    At most `max_failures` groups in a row may fail without a new checkpoint (or, in survivor mode, a new step).
-    Groups that got no rows (up to MAX_STARVED) and groups that took no step from an in-memory copy (up to RESTORES) do
-    not count toward this limit.
+    At most `max_failures` groups in a row may fail without a new checkpoint (or, in survivor mode, a new step). Up to
+    MAX_STARVED groups that got no rows do not count toward this limit. Up to RESTORES groups that started from an
+    in-memory copy but took no step do not count either.
 
-    In survivor mode, the failure of a zone can exceed the limit within seconds. Losses beyond the limit therefore do
-    not end the run until the number of workers lost since the newest step reaches the group's size. If `max_failures`
-    is 0, the first loss ends the run.
+    In survivor mode, more workers than the limit can be lost within seconds if a zone fails. Losses beyond the limit
+    therefore do not end the run until the number of workers lost since the newest step reaches the group's size. If
+    `max_failures` is 0, the first loss ends the run.
 
     The control channel keeps the counts, because a run can use several of Ray's trainers, and each trainer has its own
     judge. `leave_out` excludes broken nodes before each group. If it raises a `SunspotError`, the run ends.
@@ -373,7 +373,7 @@ def describe_failure_in_line(failure: Failure) -> str:
 
 
 def reason(error: Exception) -> str:
-    """Return the line of an error's text that states the reason. Ray's error for a lost worker is a page long."""
+    """Return the line that states the reason in an error's text, because some of Ray's errors are a page long."""
     killed, figures = find_killed_for_memory(error)
     if killed:
         return figures

@@ -123,7 +123,7 @@ class MembershipSnapshot:
 
 
 class Membership:
-    """State of the membership server. All times are from one monotonic clock, in seconds."""
+    """State of the membership server. All times are in seconds, on one monotonic clock."""
 
     def __init__(self, size: int, degree: int = 1) -> None:
         """Create the state for a run that has started `size` processes, `degree` of them for each replica."""
@@ -177,9 +177,9 @@ class Membership:
         self._changed = True
 
     def shard_of(self, member: Member) -> int:
-        """Return the shard that a process holds.
+        """Return the shard that a process holds, or that a new process should prepare.
 
-        For a new process, this is the shard to prepare, so that the waiting processes can form replicas.
+        A new process gets the shard that the fewest waiting processes have, so that they can form replicas together.
         """
         return self._shards[member.lasting_name]
 
@@ -312,7 +312,10 @@ class Membership:
         return [(uid, message) for uid in self._living()]
 
     def _answer(self) -> list[tuple[str, Message]]:
-        """Once all live members have reported, return a message to each with the number of barriers it may pass."""
+        """Return messages that tell the live members how many barriers they may pass.
+
+        Returns no messages until all live members have reported.
+        """
         living = self._living()
         if not self._barriers or living - self._barriers.keys():
             return []

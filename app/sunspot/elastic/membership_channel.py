@@ -533,7 +533,7 @@ class MembershipClient:
     def _drop(self, link: Link) -> None:
         """Drop a broken link, and end the generation.
 
-        The server presumes this process lost, or will do so soon, unless the driver itself is gone.
+        Unless the driver itself is gone, the server presumes this process lost, or soon will.
         """
         if self._link is link:
             self._link = None

@@ -108,8 +108,8 @@ def make_receipt(
 def complete_step(heartbeats: Sequence[Heartbeat]) -> int:
     """Return the newest step that at least one process for each shard of the state has taken, or 0.
 
-    Under hsdp, a worker can be killed in the milliseconds between its own step and that of the other workers. If no
-    other worker has the same shard of this step, the step was never complete, so it does not count.
+    Under hsdp, a worker can be killed after it has taken a step, but a few milliseconds before the other workers take
+    the same step. A step that was not taken for every shard was never complete, so it does not count.
     """
     newest: dict[int, dict[int, int]] = {}
     for each in heartbeats:

@@ -203,10 +203,10 @@ class Supervisor:
             self._control.send(ControlChannel.log, f"requested workers: {describe_asked(self._asked)}")
 
     def _leave_sick_node(self, membership: MembershipServer, group: WorkerGroup, least: int) -> None:
-        """Exclude a sick node of the group, if there is one, and let Ray schedule nothing more on it.
+        """Exclude a sick node of the group, if there is one, so that Ray schedules nothing more on this node.
 
-        The node's workers are not replaced before the next restart. If other nodes have room, this restart follows
-        after SHORT_S.
+        The node's workers are replaced only by a restart. If other nodes have room, the group restarts once neither
+        the group nor the nodes have changed for SHORT_S.
         """
         windows = self._control.call(ControlChannel.step_times)
         sick = membership.leave_sick_node(windows, group, ray.get_runtime_context().get_node_id(), least)

@@ -306,7 +306,7 @@ def describe(header: dict[str, Any], dump: str, now: float) -> Hang:
 
 
 def upload_dumps(run: Run, attempt: int, on_hang: OnHang) -> None:
-    """Record the hangs of earlier attempts that left stacks on this node, and delete the files of old runs."""
+    """Record the hangs of earlier attempts from the stacks on this node, and delete the files of old runs."""
     for path in stacks_folder().glob(f"{FILE_PREFIX}*"):
         with contextlib.suppress(OSError):  # the file belongs to another user
             if time.time() - path.lstat().st_mtime > STALE_FILE_S:

@@ -40,7 +40,7 @@ class Throttling(NamedTuple):
 
 
 def read_throttling(groups: Path = GROUPS, process: Path = PROCESS) -> Throttling:
-    """Return the counters of the innermost group with a quota."""
+    """Return the throttling counters of the innermost control group with a CPU quota."""
     for folder in _folders("cpu", groups, process):
         with contextlib.suppress(OSError, ValueError, KeyError):
             counters = _read_table(folder / "cpu.stat")
@@ -52,7 +52,7 @@ def read_throttling(groups: Path = GROUPS, process: Path = PROCESS) -> Throttlin
 
 
 def memory_left(groups: Path = GROUPS, process: Path = PROCESS) -> int | None:
-    """Return the bytes of memory left before a limit of a group or the machine is reached, or None if unknown.
+    """Return how many bytes of memory the control groups and the machine still allow, or None if unknown.
 
     The kernel's page cache counts as free memory, because the kernel drops it when memory is short.
     """

@@ -65,7 +65,7 @@ class RankHistory:
         self._ends = True
 
     def flush(self) -> None:
-        """Write the added numbers, unless the last write was too recent. After a `StorageError`, call it again."""
+        """Write the added numbers, unless the last write was too recent. Can be called again after a `StorageError`."""
         with self._lock:
             due = bool(self._waiting) and (self._ends or self._pace.take())
             waiting, self._waiting = (self._waiting, []) if due else ([], self._waiting)

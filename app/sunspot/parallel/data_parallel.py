@@ -54,8 +54,8 @@ class Passes:
 class DataParallel(DistributedDataParallel):
     """A wrapper that averages a model's gradients over the workers at the end of each backward pass.
 
-    Afterwards, a parameter that any rank has used has a gradient on all ranks. A parameter that no rank has used has
-    no gradient, so that the optimizer does not change it.
+    Afterwards, every rank has a gradient for each parameter that any rank has used. If no rank has used a parameter,
+    the parameter has no gradient, so that the optimizer does not change it.
     """
 
     def __init__(self, module: nn.Module, name: str = "", in_own_loop: bool = True, **options: Any) -> None:

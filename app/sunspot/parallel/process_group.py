@@ -1,9 +1,8 @@
 """Forms a generation's process groups without Ray, and aborts them if a member is lost.
 
-A gloo collective usually raises an error at once if it waits for a process that exits. A collective that waits for a
-lost node, for a stopped process, or for a member that is blocked itself does not end until it times out. No public API
-ends it earlier, but shutting down the group's sockets ends it at once. These are the sockets that were opened while the
-group formed.
+A gloo collective usually raises an error at once if it waits for a process that exits. If it waits for a lost node, a
+stopped process or a blocked member, it does not end until it times out. No public API ends such a collective earlier,
+but shutting down the sockets that were opened while the group formed ends it at once.
 
 An NCCL collective waits on the GPU forever. It can be aborted, but then it leaves a wrong sum without raising an error.
 `SumGuard` keeps such sums out of the parameters.
@@ -91,7 +90,7 @@ class ProcessGroups:
     def form(
         self, open_store: Callable[[], Any], rank: int, world_size: int, limit_s: float = FORM_LIMIT_S
     ) -> dist.ProcessGroup:
-        """Form the group for gradients and the group for decisions, and return the latter.
+        """Form the groups for gradients and the group for decisions. Return the group for decisions.
 
         Call this inside `forming`, which aborts groups that need longer than `limit_s`. The store is opened here, so
         that `abort_collectives` also closes its connection. Raises `RuntimeError` if a member is lost before the groups

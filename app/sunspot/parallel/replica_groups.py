@@ -187,7 +187,7 @@ class Scatter(Gather):
     def __call__(  # type: ignore[override]
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: object, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        """Fill `output_tensor`. The `group` of the mesh is ignored."""
+        """Fill `output_tensor` with this worker's part of the reduced input. The `group` of the mesh is ignored."""
         return self._groups.scatter(output_tensor, input_tensor, op, async_op)
 
 

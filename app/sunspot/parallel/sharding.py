@@ -78,7 +78,7 @@ def build_without_values(build: Callable[[], nn.Module]) -> nn.Module | None:
 
 
 def _outside_of_state(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the tensors of the model and its submodules that its state_dict does not contain."""
+    """Yield the tensors in the model and its submodules that are not in the model's state_dict."""
     for module in model.modules():
         # No public API returns the names of buffers that are not persistent.
         held: list[Any] = [module._buffers[name] for name in module._non_persistent_buffers_set]

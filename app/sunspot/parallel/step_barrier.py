@@ -2,7 +2,7 @@
 
 The workers that survive a loss can continue only if their shards belong to the same step. Before its optimizer's step,
 each worker therefore waits at a barrier until all workers have complete gradients. If a loss interrupts the barrier,
-some workers have passed it, and others cannot know whether all workers had reached it.
+some workers may already have passed it, but the others cannot know whether all workers had reached it.
 
 The driver resolves this. When the driver announces the end of the group, each worker reports how many barriers it has
 passed. From then on, no worker passes a barrier without the driver's answer. Once all live members have reported, the
@@ -45,7 +45,7 @@ class StepBarrier:
         """
 
     def wait(self) -> bool:
-        """Wait until all workers have complete gradients. Return False if the group has ended before that.
+        """Wait until all workers have complete gradients. Return False if the group ends before that.
 
         Raises `RuntimeError` if the barrier fails even though the group has not ended.
         """
@@ -92,7 +92,7 @@ class StepBarrier:
                 self._changed.notify_all()
 
     def disconnect(self, group: int) -> None:
-        """Record that the connection to the driver has ended, so that no answer follows."""
+        """Record that the connection to the driver has ended, so that `wait` stops waiting for the driver's answer."""
         with self._changed:
             if group == self._group:
                 self._answer = self._answer or 0

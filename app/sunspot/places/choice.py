@@ -119,7 +119,10 @@ def choose_place(
     warning = "" if affordable else "the budget will be spent before the work is done"
 
     def cost(place: str) -> float:
-        """Return the hourly price of all nodes in a place, including an hour's share of the cost of the move."""
+        """Return the hourly price of all nodes in a place.
+
+        If the run would have to move there, the price includes an hour's share of the move's cost.
+        """
         if not here or place == here:
             return prices[place]
         useful_hours = max(LEAST_PACE, shares[place]) * STAY_S / HOUR_S

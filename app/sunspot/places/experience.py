@@ -43,7 +43,10 @@ class Experience:
     "The exponentially weighted average of the shares in all sightings."
 
     def then(self, time: float, share: float) -> Experience:
-        """Return the experience after another sighting. Ignores a sighting that is not newer than the last one."""
+        """Return the summary updated with a newer sighting.
+
+        The summary is returned unchanged if `time` is not later than the last sighting.
+        """
         passed_s = time - self.time
         if passed_s <= 0:
             return self

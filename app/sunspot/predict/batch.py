@@ -85,7 +85,7 @@ class OutputFile(NamedTuple):
 
 
 def read_part(part: dict[str, np.ndarray], source: Source) -> dict[str, np.ndarray]:
-    """Read the rows of one output file. Runs in a Ray Data task."""
+    """Return the rows to predict for one output file. Runs in a Ray Data task."""
     return read_rows(source, int(part["first"][0]), int(part["last"][0]))
 
 

@@ -154,11 +154,11 @@ def open_checkpoint(run: str, checkpoint: str, storage: str, task: str = "") -> 
     """Open a `run`'s `checkpoint` ('newest', 'best' or a name) below `storage`, or the checkpoint in a directory.
 
     A directory is a path or URL with a '/', passed as `run` or `checkpoint`. All files must match the size and SHA-256
-    in the manifest before anything is unpickled. Only tensors and plain values are unpickled. Loading the model imports
-    the checkpoint's task, which must be one of Sunspot's own tasks, or `task`. If `task` is empty, `find_task` finds
-    the user's task.
+    in the manifest before anything is unpickled. Only tensors and plain values are unpickled.
 
-    Raises `SettingsError` for any other task. Also raises `NotFoundError`, `StorageError` or `DamageError`.
+    Raises `SettingsError` unless the checkpoint's task is one of Sunspot's own tasks or the user's `task`, because
+    loading the model imports the checkpoint's task. If `task` is empty, `find_task` finds the user's task. Raises
+    `NotFoundError`, `StorageError` or `DamageError` if the checkpoint is missing, unreadable or damaged.
     """
     warnings: list[str] = []
     location = next((place for place in (checkpoint, run) if "/" in place), None)

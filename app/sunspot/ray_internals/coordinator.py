@@ -125,7 +125,7 @@ def _create_coordinator() -> None:
             super().__init__(get_cluster_nodes=staying_nodes, send_resources_request=self._send)
 
         def ask_of_groups(self, per_worker: dict[str, float], workers: dict[str, int]) -> None:
-            """Request nodes of these groups, rather than any nodes on which workers fit."""
+            """Request nodes for this number of workers in each group, instead of nodes in any group."""
             with self._lock:
                 self._per_worker, self._of_groups = per_worker, workers
                 self._merge_and_send_requests()

@@ -54,8 +54,8 @@ def end_for_good(
 def find_own_job() -> str:
     """Return the ID of this driver's Ray job, or an empty string if KubeRay did not create the cluster for this job.
 
-    KubeRay names the cluster and the Ray job after the RayJob, and appends five random letters to each name. A RayJob
-    without its own cluster is never retried.
+    KubeRay never retries a job in an existing cluster. For other jobs, it names the cluster and the Ray job after the
+    RayJob, and appends five random letters to each name.
     """
     cluster = os.environ.get("RAY_CLUSTER_NAME", "")
     config = os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "")

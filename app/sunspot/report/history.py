@@ -174,9 +174,9 @@ class History:
                     self.undrawable[name] = times + 1, first
 
     def _keeps_new_result(self, name: str, record: dict[str, Any], best_by: str) -> bool:
-        """Return True if the new metric `name` is a result (`is_result`) and is kept.
+        """Return True if the new metric `name` is a result (`is_result`), and its name could be added to `results`.
 
-        The name of a result is added to `results`, or to `left_out` if `results` already contains MAX_NAMES names.
+        If `results` already contains MAX_NAMES names, the name of a result is added to `left_out` instead.
         """
         if not is_result(name, record, best_by):
             return False

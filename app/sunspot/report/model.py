@@ -120,8 +120,8 @@ class Report:
 def read_report(seen: RunSeen, read_bytes: bool = True) -> Report:
     """Read the content of a run's report. Raises `StorageError` if storage cannot be reached.
 
-    If `read_bytes` is False, only the manifest of each checkpoint is read. A checkpoint without faults in the listing
-    is then `unread` if a file's version has changed since the commit, and `verified` if none has.
+    If `read_bytes` is False, only the manifest of each checkpoint is read. If the listing shows no fault in a
+    checkpoint, the checkpoint is `unread` if one of its files has changed since the commit, and `verified` otherwise.
     """
     run = seen.run
     troubles: list[str] = []

@@ -261,10 +261,11 @@ def attempts_with_start(attempts: Iterable[Attempt]) -> list[Attempt]:
 
 
 def lineage(attempts: list[Attempt]) -> list[Span]:
-    """Return the run's lineage: the spans of steps that led to the newest attempt that has chosen where to start.
+    """Return the run's lineage: the newest attempt's span of steps, and the earlier spans on which it builds.
 
-    The newest span comes first. If attempt n starts from a checkpoint of attempt m, the steps of m up to that
-    checkpoint are in the lineage. Later steps of m are not, even if they were committed after n began.
+    The newest span comes first. Attempts that have not chosen where to start are ignored. If attempt n starts from a
+    checkpoint of attempt m, the steps of m up to that checkpoint are in the lineage. Later steps of m are not, even if
+    they were committed after n began.
     """
     by_label = {attempt.label: attempt for attempt in attempts if attempt.chosen}
     spans = []
@@ -278,7 +279,7 @@ def lineage(attempts: list[Attempt]) -> list[Span]:
 
 
 def new_nonce() -> str:
-    """Return eight random hexadecimal digits, which suffice because few claims share a run name and number."""
+    """Return eight random hexadecimal digits. More are not needed, because few claims share a run name and number."""
     return uuid.uuid4().hex[:8]
 
 

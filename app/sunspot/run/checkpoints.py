@@ -517,7 +517,8 @@ class CheckpointDirectory(Run):
     def key(self, *parts: str) -> str:
         """Return the storage key of one of the checkpoint's files.
 
-        The first two parts, which lead from a run to a checkpoint, are ignored.
+        `parts` are those of a key in a run: `checkpoints`, a checkpoint's name, and the file's name. Only the file's
+        name is used.
         """
         return "/".join(part for part in (self.name, *parts[2:]) if part)
 

@@ -99,10 +99,10 @@ def compute_spending(attempts: Sequence[Attempt], receipts: Sequence[Receipt], e
 
 
 def cost_of_loss(attempts: Sequence[Attempt], receipt: Receipt) -> float | None:
-    """Return the cost of the time that a loss took, or None if no price is known.
+    """Return the cost of the interruption that a receipt describes, or None if no price is known.
 
-    This time begins when the step from which the run continued was completed (`Receipt.left`). It ends when the next
-    attempt has completed its first step (`Receipt.first_step`).
+    The interruption begins once the step from which the run later continues is complete (`Receipt.left`). It ends when
+    the next attempt has completed its first step (`Receipt.first_step`).
     """
     return _spent(attempts, [receipt], (receipt.left, receipt.first_step)).cost
 

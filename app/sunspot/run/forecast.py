@@ -72,7 +72,10 @@ class Forecast:
 
 
 def forecast(seen: RunDetails) -> Forecast:
-    """Return the forecast for a run. If the run has ended, the forecast has no limits."""
+    """Return the forecast for a run.
+
+    If the run has ended or has not begun, the forecast contains only the time at which it was made.
+    """
     from sunspot.settings.goal import parse_budget, parse_deadline  # pydantic is slow to import
 
     if seen.state.terminal or not seen.attempts:

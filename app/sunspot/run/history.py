@@ -91,7 +91,7 @@ class Journals:
         self.events = Journal(run, "events", attempt)
 
     def flush(self) -> None:
-        """Write the new records of both journals. Can be called again after a `StorageError`."""
+        """Write the new metrics and events. Can be called again after a `StorageError`."""
         self.metrics.flush()
         self.events.flush()
 

@@ -203,9 +203,10 @@ class DriverStatusWriter:
         write_status(self._run, self._last)
 
     def _take_precedence(self) -> None:
-        """Write this driver's status if another driver trained the run before, but is now silent or has ended.
+        """Make this driver's status apply if the run's previous driver is silent or has ended.
 
-        While the other driver is alive, this driver's status has attempt 0, so that the other driver's status applies.
+        While the previous driver is alive, this driver's status has attempt 0, so that the previous driver's status
+        applies.
         """
         own = newest_status(list_statuses(self._run), self.begun.driver)
         other = read_status(self._run)
@@ -239,7 +240,10 @@ class DriverStatusWriter:
         self._write_in_time(StatusKind.ENDED, **self._outcome)
 
     def withdraw(self) -> None:
-        """Delete this driver's status, so that the previous status applies again. Raises `StorageError`."""
+        """Delete this driver's status, so that the previous status applies again.
+
+        Raises `StorageError` if storage fails.
+        """
         self._ended = True
 
         def delete() -> None:

@@ -215,7 +215,7 @@ def describe_stall(status: Status) -> str:
 
 
 def describe_work(status: Status, asked: object = None) -> str:
-    """Return a reason for a live run's state, based on its status.
+    """Return the reason for a live run's state, based on the run's status.
 
     `asked` is the requested number of workers if fewer are training, or None otherwise.
     """

@@ -37,7 +37,7 @@ class Owner(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Owner":
-        """Parse the text that attempts and statuses store."""
+        """Parse an owner's text form (`str(owner)`), which attempts and statuses contain."""
         name, _, location = text.partition("@")
         job, _, submission = name.partition("#")
         namespace, _, rest = location.partition("/")

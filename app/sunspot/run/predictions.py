@@ -35,7 +35,7 @@ AS_BASE64 = {"val_json_bytes": "base64", "ser_json_bytes": "base64"}
 
 @dataclass(frozen=True)
 class Example:
-    """A row with its image, its label and its prediction. Sample training rows have no prediction."""
+    """A row with its image, its label and its prediction. Training rows have no prediction."""
 
     __pydantic_config__: ClassVar = AS_BASE64
 

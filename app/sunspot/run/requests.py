@@ -74,7 +74,7 @@ class StopRequest:
         self.marked = True
 
     def note_move(self, to: str) -> None:
-        """Record that the owner `to` waits until this process has saved and ended."""
+        """Record that the owner `to` is waiting for this process to save and exit."""
         self.marked, self.moves_to = True, to
 
     def cancel_move(self, run: Run) -> None:

@@ -97,7 +97,7 @@ class RunSeen:
 
     @property
     def progress(self) -> Status | None:
-        """The status, updated with the newest checkpoint in the listing if the run is not alive."""
+        """The status. If the run is not alive, the status includes the newest checkpoint found in storage."""
         status, name = self.status, self.summary.checkpoint
         if status is None or name is None or is_alive(status, self.time):
             return status
@@ -175,7 +175,7 @@ def read_listed(storage: Storage, listed: Mapping[str, RunSummary]) -> list[RunS
 
 
 def _refreshed(run: Run, status: Status | None) -> Status | None:
-    """Return `status`, or a newly read status if the run seems silent. An NFS client can lag by a minute."""
+    """Return `status`, or a newly read status if the run seems silent, because an NFS client can lag by a minute."""
     silent = status and not status.state.terminal and time.time() - status.seen > SILENT_AFTER_S
     if silent and not run.storage.is_bucket:
         with contextlib.suppress(StorageError):  # this user might not have write access
@@ -186,7 +186,7 @@ def _refreshed(run: Run, status: Status | None) -> Status | None:
 
 @dataclass(frozen=True, kw_only=True)
 class RunDetails(RunSeen):
-    """Everything about a run that is in storage."""
+    """Everything that storage contains about a run."""
 
     identity: Identity | None
     "The run's identity, or None before its first driver has started."
@@ -264,7 +264,10 @@ class RunDetails(RunSeen):
 
     @property
     def ended(self) -> float:
-        """The time at which the run's processes were last active, in seconds since the epoch, or now if it is live."""
+        """The time at which the run's processes were last active, in seconds since the epoch.
+
+        If the run is live, this is the time at which the run was read.
+        """
         return find_end(self, self.attempts, self._written)
 
     @property

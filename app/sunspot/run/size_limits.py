@@ -1,4 +1,4 @@
-"""Size limits on a run's data. They protect the memory of processes that read a broken run.
+"""Size limits on a run's data, so that a process that reads a broken run does not run out of memory.
 
 Each limit is several times the size that Sunspot writes for a large run with 200 metrics, 1,000 classes, 5,000 epochs
 and 100,000 events. Data beyond a limit counts as damaged, or is omitted with a note of how much is missing.

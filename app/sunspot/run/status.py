@@ -293,5 +293,8 @@ def delete_older_statuses(run: Run, attempt: int) -> None:
 
 
 def withdraw_status(run: Run, driver: str) -> None:
-    """Delete this driver's status objects, so that the previous status applies again. Raises `StorageError`."""
+    """Delete this driver's status objects, so that the previous status applies again.
+
+    Raises `StorageError` if storage fails.
+    """
     run.storage.delete_many([entry.key for entry in list_statuses(run) if driver_of_status(entry) == driver])

@@ -1,9 +1,9 @@
-"""Streams of records (history.py), audit rows (audit.py) or output (logs.py). Storage cannot append to an object.
+"""Streams of records (history.py), audit rows (audit.py) or output (logs.py).
 
-A stream therefore consists of segments, and each segment's name contains its range of lines or steps. New lines become
-a small segment. Once small segments together reach one of SIZES, they are merged into one segment and deleted. Each
-line is thus written at most 1 + len(SIZES) times, and the number of small objects is bounded. A reader ignores segments
-that were merged but not deleted yet.
+Because storage cannot append to an object, a stream consists of segments. Each segment's name contains its range of
+lines or steps. New lines are written as a small segment. Once small segments together reach one of SIZES, they are
+merged into one segment, and are then deleted. Each line is thus written at most 1 + len(SIZES) times, and the number of
+small objects is bounded. A reader ignores segments that were merged but not deleted yet.
 """
 
 import re
@@ -254,7 +254,10 @@ def _name(stream: str, first: int, last: int) -> str:
 
 
 def tidy_lines(storage: Storage, folder: str, before: int) -> None:
-    """Merge the line segments in a folder, for attempts older than attempt `before`. Raises `StorageError`."""
+    """Merge the segments of `LineWriter` streams in a folder, for attempts older than `before`.
+
+    Raises `StorageError`.
+    """
     tidy(
         storage,
         [segment for segment in list_all(storage, folder) if segment.attempt < before],
@@ -269,10 +272,10 @@ def tidy(
     join: Join = b"".join,
     read: Callable[[Segment], bytes] | None = None,
 ) -> None:
-    """Merge small segments of attempts that have ended. Raises `StorageError`.
+    """Merge small segments of attempts that have ended. Raises `StorageError` if storage fails.
 
-    A frozen process of such an attempt can still merge the same segments. Their lines are then stored twice, which is
-    harmless. `read` returns the content of a segment, or raises `DamageError`.
+    If a frozen process of an ended attempt wakes up, it can merge the same segments again. Their lines are then stored
+    twice, which is harmless. `read` returns the content of a segment, or raises `DamageError`.
     """
     read = read or (lambda segment: read_segment(storage, segment))
     current = without_merged_parts(listed)

@@ -382,7 +382,7 @@ def load_settings(overrides: Mapping[str, str] | None = None) -> Settings:
 
 
 def _parse(values: Mapping[str, str]) -> Settings:
-    """Parse the values of fields in `FIELDS`. Raises `ValidationError`."""
+    """Parse the values of fields in `FIELDS`. Raises `ValidationError` if a value is invalid."""
     job = {name: value for name, value in values.items() if name in JobContext.model_fields}
     return Settings.model_validate({**{name: value for name, value in values.items() if name not in job}, "job": job})
 

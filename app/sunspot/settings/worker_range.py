@@ -35,7 +35,10 @@ class WorkerRange(NamedTuple):
         return WorkerRange(least, most, number)
 
     def fit(self, room: int) -> int:
-        """Return the largest number of workers in whole replicas that `room` allows. It can be less than `least`."""
+        """Return the largest number of workers that form whole replicas and exceed neither `most` nor `room`.
+
+        The result can be less than `least`.
+        """
         workers = min(self.most, room)
         return workers - workers % self.multiple
 

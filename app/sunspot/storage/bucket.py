@@ -202,7 +202,7 @@ class Bucket(Storage):
         """Yield pages that list the object `prefix` and all objects in the folder `prefix`.
 
         Services list all keys that begin with a string, so a plain listing of `search` would also include every key in
-        `search-01/`. This method lists almost none of these other keys: at most two pages contain some of them.
+        `search-01/`. In this method's result, at most two pages contain such keys.
         """
         folder = prefix.rstrip("/") + "/"
         for page in self._list_pages(prefix):
@@ -296,7 +296,7 @@ def is_below(key: str, prefix: str) -> bool:
 
 
 class Part(NamedTuple):
-    """An uploaded part."""
+    """An uploaded part of a large object."""
 
     number: int
     "The part's number, from 1."

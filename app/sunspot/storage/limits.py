@@ -239,5 +239,5 @@ def retry_storage(
 
 
 def pause_after(tries: int) -> float:
-    """Return how many seconds to wait after an attempt that follows `tries` earlier attempts."""
+    """Return how many seconds to wait after a failed attempt. `tries` is the number of earlier attempts."""
     return BACKOFF_S[min(tries, len(BACKOFF_S) - 1)]

@@ -174,7 +174,7 @@ def _ask_git(folder: Path, *options: str) -> list[str]:
 
 
 def _list_below(folder: Path, name: str) -> Iterator[str]:
-    """Yield a path from git's list, or the files in it if it is a submodule. Deleted files are omitted."""
+    """Yield `name`, a path from git's list. For a submodule, yield its files instead. Deleted files are omitted."""
     path = folder / name
     if path.is_dir() and not path.is_symlink():  # a submodule, or another repository
         if (path / ".git").exists():

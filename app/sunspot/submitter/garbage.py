@@ -79,7 +79,10 @@ def _find_checkpoints(run: Run, keep: int | None, now: float) -> Iterator[Remova
     newest, passed_over = find_newest_good(run, attempts)
     if newest is None:
         if directories:
-            warn("no checkpoint is intact, so nothing is removed: these files might be all that is left of the run")
+            warn(
+                "no checkpoint is intact, so no checkpoint files are removed, because they might be all that is left "
+                "of the run"
+            )
         return
 
     def removal(name: str, why: str) -> Removal:

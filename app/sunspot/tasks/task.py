@@ -234,7 +234,8 @@ class TrainingRun(Protocol):
     def log(self, values: Batch) -> None:
         """Add named values to the metric history.
 
-        Each value has one entry per row of the batch or part (shape [B]), or is the mean over the rows (shape []).
+        Each value has one entry per row (shape [B]), or is the mean over the rows (shape []). The rows are those of the
+        batch or, if `parts` splits the batch, those of the current part.
         """
 
     def clip(self, model: torch.nn.Module | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Tables of texts for language models' reports."""
+"""Builds tables of texts for the reports of runs that train language models."""
 
 from typing import Any
 

@@ -1,8 +1,8 @@
 """Trains gradient-boosted trees, one round per epoch.
 
-Example: SUNSPOT_TASK_ARGS={"library": "lightgbm", "num_leaves": 31}. Each row is an image. If `columns`
-is set, each row consists of the numbers in these columns of a table instead, and the column `label` contains a class if
-`classes` is true, or else a number. All other arguments are passed to the library.
+Example: SUNSPOT_TASK_ARGS={"library": "lightgbm", "num_leaves": 31}. Each row is an image, unless
+`columns` lists columns of a table. In that case, each row consists of the numbers in these columns, and the column
+`label` contains numbers, or classes if `classes` is true. All other arguments are passed to the library.
 """
 
 from sunspot.data.columns import Column

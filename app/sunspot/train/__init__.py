@@ -30,9 +30,10 @@ One step, from its rows to the beginning of the next step
  4. loop.take_step                 runs the forward and backward pass of each part
  5. parallel.data_parallel         averages the gradients over all workers (ddp), mostly during the last backward pass
  6. worker.Worker.wait_before_change  is called by a hook of the optimizer. It waits until the previous state is copied
-                                   and, in survivor mode, until the gradients are complete: under hsdp on all workers
-                                   (`parallel.step_barrier`). Under ddp on a GPU, a fused optimizer does not wait: the
-                                   GPU cancels its step if a sum was aborted (`parallel.sum_guard`).
+                                   and, in survivor mode, until the gradients are complete. Under hsdp, they must be
+                                   complete on all workers (`parallel.step_barrier`). Under ddp on a GPU, a fused
+                                   optimizer does not wait, because the GPU cancels its step if a sum was aborted
+                                   (`parallel.sum_guard`).
                                    StepUndo copies an optimizer's parameters and state if another optimizer steps later
  7. optimizer.step                 changes the parameters
  8. worker.Worker.finish_step      counts the step, or counts it one step later if the GPU could still cancel it. In

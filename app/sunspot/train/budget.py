@@ -31,7 +31,7 @@ def refuse_unpriced_budget(settings: Settings) -> None:
 def within_budget(run: Run, settings: Settings) -> Iterator[None]:
     """Context manager that asks the run to save and stop once it has cost as much as its budget.
 
-    As after `sunspot stop`, later attempts do not train either. If the budget is already spent, the run is asked to
+    As after `sunspot stop`, later attempts do not train. If the budget is already spent, the run is asked to
     stop before it trains.
     """
     budget = parse_budget(settings.budget)

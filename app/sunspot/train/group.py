@@ -189,7 +189,7 @@ def choose_node_groups(settings: Settings) -> GroupChoice | None:
 
 
 def required_resources(plan: Plan, resources: Resources) -> RequiredResources:
-    """Return the resources that the remaining nodes must provide if nodes are excluded."""
+    """Return the resources that the run needs to continue if nodes are excluded."""
     return RequiredResources(resources.per_worker, plan.settings.num_workers.least)
 
 

@@ -84,7 +84,7 @@ class WorkerConfig:
 
     @cached_property
     def run(self) -> Run:
-        """The run. This process uses the same storage connection in all of its groups."""
+        """The run. It is opened only once, so that all groups of this process use the same storage connection."""
         return open_run(self.plan.settings.storage_path, self.plan.settings.run_name)
 
     def replica_groups(self) -> ReplicaGroups | None:
@@ -373,10 +373,11 @@ def open_memory(run: Run, settings: Settings, place: WorkerPlace, survivor: Surv
 
 
 def record_end(error: Exception, setup: WorkerSetup) -> None:
-    """Record the error that ends this worker, unless another process owns the run or this process ends alone.
+    """Record the error that ends this worker, unless its group can continue without it (`ends_alone`).
 
     An error that no retry can fix is sent through the control channel, because storage itself may have failed. It is
-    also written to storage, where the job's next driver finds it.
+    also written to storage, where the job's next driver finds it. If another process owns the run, nothing is written
+    to storage.
     """
     run = setup.run
     control = setup.control

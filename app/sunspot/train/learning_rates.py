@@ -203,14 +203,14 @@ def copy_if_tensor(value: Any) -> Any:
 
 
 def stand_in_for(optimizer: Optimizer) -> Optimizer:
-    """Return a stand-in for an optimizer, which may be a combination of several optimizers."""
+    """Return a stand-in for an optimizer or for a combination of several optimizers."""
     if isinstance(optimizer, Optimizers):
         return Optimizers({name: stand_in_for(each) for name, each in optimizer.named.items()})
     return StandIn(optimizer)
 
 
 def set_by_scheduler(group: Options, built: Options) -> Options:
-    """Return the learning rate of a stand-in's `group`, and the other options that a scheduler has set there.
+    """Return the learning rate of a stand-in optimizer's `group`, and the other options that a scheduler has set there.
 
     Options that the task's own group (`built`) does not have are omitted.
     """

@@ -27,7 +27,7 @@ MIN_BYTES = 2
 class NanWatch:
     """Counts consecutive metric windows whose last step has a loss that is not finite.
 
-    All workers read the same means, and tell each other what else they find, so that they make the same decision.
+    All workers see the same mean losses, and share their other findings, so that they make the same decision.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class NanWatch:
 
     @property
     def _accepted(self) -> dict[str, int]:
-        """The metrics entry that records that some weights are infinite on purpose, or an empty dict."""
+        """The metrics entry that marks infinite weights as intended, or an empty dict."""
         return {NAN_ACCEPTED: 1} if NAN_ACCEPTED in self.state else {}
 
     @property

@@ -63,7 +63,7 @@ class StepProfiler:
         "The profile that this worker records, or None."
 
     def look_for_request(self, run: Run, attempt: int) -> None:
-        """Look in storage for a request for a profile of this attempt. A thread of rank 0 calls this."""
+        """Check storage for a request to profile this attempt. A thread of rank 0 calls this."""
         found = read_request(run)
         self._found = found if found and found.attempt == attempt else None
 
@@ -107,7 +107,7 @@ class StepProfiler:
             self._recording = None
 
     def _write(self, recording: "StepRecording", error: str) -> None:
-        """Write a trace and the report about it to storage. After an error, write only the report."""
+        """Write the trace and a `RankProfile` to storage. After an error, write only a `RankProfile` with the error."""
         settings = self._plan.settings
         request, rank = recording.request, self._place.rank
         run = open_run(settings.storage_path, settings.run_name)
@@ -187,10 +187,10 @@ class StepRecording:
 
 
 def find_first_step(step: int, steps: int, per_epoch: int) -> int:
-    """Return the first recorded step of a profile of `steps` steps that begins after `step`.
+    """Return the first step to record for a profile of `steps` steps that is requested after `step`.
 
-    At least `steps` steps for comparison and one unrecorded step come before it. No epoch ends between the unrecorded
-    step and the last recorded step, unless an epoch has too few steps.
+    Before this step, at least `steps` steps are timed for comparison, and one step is profiled but not recorded. No
+    epoch ends between the unrecorded step and the last recorded step, unless an epoch has too few steps.
     """
     warm_up = step + steps + 1
     position = (warm_up - 1) % per_epoch

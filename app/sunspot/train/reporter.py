@@ -67,7 +67,7 @@ class Reporter:
     ) -> None:
         """Prepare to report a new group.
 
-        `phases` holds the times at which the phases of the group's start ended, for its receipt.
+        `phases` contains the end time of each phase of the group's start, for the group's receipt.
         """
         self._run = run
         self._settings = plan.settings

@@ -43,9 +43,9 @@ class StepGuard:
     def before_change(self, optimizer: Optimizer | None) -> None:
         """Make sure that aborted sums change no parameters, and that a change by `optimizer` can be undone.
 
-        Under hsdp, this waits until all workers have complete gradients. Otherwise, this waits until the workers'
-        gradients are summed, unless the GPU can cancel the step of a fused optimizer later. Raises `RegroupError` if
-        the sums were aborted, or if the group has ended.
+        Under hsdp, waits until all workers have complete gradients. Otherwise, waits until the workers' gradients are
+        summed, unless the GPU can still cancel the step of `optimizer`. Raises `RegroupError` if the sums were aborted,
+        or if the group has ended.
         """
         undo = self._undo
         sums = self._place.sums

@@ -224,8 +224,8 @@ class Survivor:
         """Join the next group, form it with the other members, and return this worker's place in it.
 
         Returns None if no further group will form. Raises `DriverUnreachableError` if the driver does not answer, and
-        `NoGroupError` after GROUP_TRIES failed groups. A replacement gets only one attempt, because the others wait
-        for it.
+        `NoGroupError` after GROUP_TRIES failed groups. A replacement gives up after its first failed group, because the
+        other workers wait for it.
         """
         while True:
             step = step_of(self.kept[0].checkpoint) if self.kept else None

@@ -76,7 +76,7 @@ AT_FIRST = " at first"
 
 @dataclass
 class TaskCheck:
-    """The results of a check: the duration of each part, the metrics, and what was not checked."""
+    """The results of a check: the duration of each of its parts, the metrics, and what was not checked."""
 
     task: str
     not_checked: list[str]
@@ -271,7 +271,7 @@ class CheckedWorker(Worker):
         super().begin_step(step)
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record which parameters have changed before an optimizer's step, and which have no gradient."""
+        """Record which parameters have changed too early or have no gradient. Called before each optimizer's step."""
         self.learner.undo.before_change(optimizer)
         named = self.learner.model.named_parameters()
         idle = {name for name, each in named if each.requires_grad and each.grad is None}

@@ -1,4 +1,4 @@
-"""Rejects a run whose workers can never start on this machine, or are far too many for it."""
+"""Rejects a run if its workers can never start on this machine, or if the machine is far too small for them."""
 
 import json
 from collections.abc import Mapping

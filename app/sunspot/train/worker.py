@@ -448,7 +448,7 @@ class Worker:
         raise restart
 
     def _drain_limit_s(self) -> float | None:
-        """Return how many seconds the last commit, or the last output, may take. Return None if there is no limit."""
+        """Return the time limit in seconds for the last commit or the last output, or None if there is no limit."""
         command = self.commands.poll()
         if command.deadline is not None:
             left_s = max(0.0, command.deadline - time.time() - DEADLINE_MARGIN_S)

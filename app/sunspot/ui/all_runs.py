@@ -89,7 +89,8 @@ class AllRuns:
     def read_curves(self, names: Sequence[str]) -> bool:
         """Read the curves, incidents and costs of these runs if they might have changed.
 
-        The result is always True. Raises `StorageError` if the read has been aborted.
+        Always returns True, because None would mean that nothing has been read (`Reading.value`). Raises `StorageError`
+        if the read has been aborted.
         """
         self.curves = {name: curve for name, curve in self.curves.items() if name in self.seen}
         map_parallel(self._read_curve, [self.seen[name] for name in names if name in self.seen])

@@ -106,7 +106,7 @@ OUT_OF_MEMORY = 77
 
 
 def main(pipe: int, limit: int, storage_path: str) -> None:
-    """Render the pages that the server requests until the server exits."""
+    """Render each page that the server requests, and return when the server exits."""
     print_logs("stderr")
     threading.stack_size(STACK_BYTES)
     with suppress(ValueError, OSError):  # not on macOS

@@ -159,7 +159,10 @@ class Mover:
             return None, ""
 
     def _compare(self, access: RunAccess, snapshot: RunSnapshot) -> tuple[JobRequest | None, str]:
-        """Return the result of `_choose`. Raises `SunspotError` if the request or storage cannot be read."""
+        """Return a request and a reason, as `_choose` does.
+
+        Raises `SunspotError` if the request cannot be used, or if storage cannot be read.
+        """
         run, job = access.run, snapshot.job
         now = time.time()
         request = read_request(job, self._profile) if job and may_consider(snapshot, now) else None

@@ -26,10 +26,11 @@ from sunspot.submitter.printing import progress_note, warn
 
 
 def render_in_place(request: JobRequest, context: str | None) -> tuple[Rendered, Cluster]:
-    """Choose a place if the profile has several and the user has chosen none. Render the request, and connect.
+    """Render a request, and connect to its cluster.
 
-    Prints the place and the reason to stderr. A place whose cluster does not answer is ignored, with a warning. Raises
-    `ClusterError` if no cluster answers in any place.
+    If the profile has places but the request names none, a place is chosen, and is printed to stderr with the reason.
+    A place whose cluster does not answer is ignored, with a warning. Raises `ClusterError` if no cluster answers in any
+    place.
     """
     places = {place.name: place for place in choose_profile(request).places or ()}
     if request.place is not None or not places:
@@ -70,10 +71,9 @@ def context_of(request: JobRequest) -> str | None:
 
 
 def submit_in_place(cluster: Cluster, rendered: Rendered, dry_run: bool = False, take_over: bool = False) -> Submission:
-    """Submit a job like `submit`, and delete the run's RayJob in its previous place.
+    """Submit a job as `submit` does, and delete the RayJob in the run's previous place.
 
-    If the driver of that RayJob is alive, the RayJob is not deleted, because its driver stops once the new RayJob takes
-    over the run.
+    The old RayJob is kept if its driver is alive, because that driver stops once the new RayJob takes over the run.
     """
     left = _find_left_job(rendered) if rendered.request.place and not dry_run else None
     if left and (left.cluster.server, left.cluster.namespace) == (cluster.server, cluster.namespace):

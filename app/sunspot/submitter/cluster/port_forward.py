@@ -154,9 +154,9 @@ class _Exchange(BaseRequestHandler):
 def find_problem(head: bytes) -> str:
     """Return the reason why a request is rejected, or an empty string if it is allowed.
 
-    The added headers contain a secret. A request is therefore rejected if another site's page sent it. It is also
-    rejected if it uses a host name that is not in NAMES, because another site's name can resolve to this machine (DNS
-    rebinding).
+    The headers that `rewrite` adds contain a secret. A request is therefore rejected if another site's page sent it. It
+    is also rejected if it uses a host name that is not in NAMES, because another site's name can resolve to this
+    machine (DNS rebinding).
     """
     names = [name for name, _ in _headers(head)]
     twice = next((name for name in DECISIVE if names.count(name) > 1), "")

@@ -361,7 +361,7 @@ def _explain_conflict(live: JobView, wanted: JobView, again: str) -> str:
 
 
 def _without_credential(change: str) -> str:
-    """Return a line of a diff. Values are hidden if the line is about a variable that contains a secret."""
+    """Return `change`, a line of a diff, with its values hidden if the line shows a variable that contains a secret."""
     variable = re.match(r"\S*\benv\[([^\]]+)\]\.value: ", change)
     secret = variable and is_credential(variable[1], change[variable.end() :])
     return f"{variable[0]}{HIDDEN} -> {HIDDEN}" if variable and secret else change

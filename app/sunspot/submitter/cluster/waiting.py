@@ -178,9 +178,10 @@ class HeadRestarts:
 def start_again(access: RunAccess, restart: Restart) -> None:
     """Replace a failed RayJob with a new one of the same name and owner ID.
 
-    If the node of an old pod was frozen and recovers, the pod can no longer change the run (run/attempts.py). Raises
-    `ClusterError` or `GaveUpError` if the RayJob cannot be replaced within MAX_OUTAGE_S, or if the GitOps tool has not
-    recreated it within RECREATED_WITHIN_S.
+    A pod of the old RayJob can no longer change the run, even if its node was frozen and recovers (run/attempts.py).
+
+    Raises `ClusterError` or `GaveUpError` if the RayJob cannot be replaced within MAX_OUTAGE_S. For a RayJob that a
+    GitOps tool must recreate, the limit is RECREATED_WITHIN_S.
     """
     cluster, job = access.require_cluster(), restart.job
     deadline = time.monotonic() + (MAX_OUTAGE_S if restart.manifest else RECREATED_WITHIN_S)
@@ -197,9 +198,9 @@ def start_again(access: RunAccess, restart: Restart) -> None:
 
 
 def _replace(cluster: Cluster, restart: Restart) -> SunspotError | None:
-    """Delete the RayJob, and apply it again or check that it was recreated. This function can be called repeatedly.
+    """Delete the RayJob. Then apply it again, or check that the GitOps tool that manages it has recreated it.
 
-    Returns None once the RayJob is replaced, and an error until then.
+    Returns None once the RayJob is replaced, and an error until then. This function can be called repeatedly.
     """
     job = restart.job
     try:

@@ -101,7 +101,10 @@ def _await_profiles(run: Run, request: ProfileRequest, until: float) -> list[Ran
             raise ConflictError(f"another request has replaced this profile of {run.name}; run the command again later")
         if time.monotonic() > until:
             late = f"{_name(sorted(found.keys() - {each.rank for each in profiles}))} wrote no trace in time"
-            raise GaveUpError(f"{late} (the run is {seen.state}); the request was withdrawn, so try a longer --timeout")
+            raise GaveUpError(
+                f"{late} (the run is {seen.state}), so the request was withdrawn; run the command again with a longer "
+                "--timeout"
+            )
         time.sleep(POLL_S)
 
 

@@ -38,7 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     if args.all == (args.run is not None) or (args.all and args.timeout is not None):
-        raise SettingsError("pass either the name of a run or --all. `wait --all` never ends, so it takes no --timeout")
+        raise SettingsError(
+            "pass either the name of a run or --all, and pass --timeout only with the name of a run, because `wait "
+            "--all` never ends"
+        )
     mover = Mover(args.profile) if args.profile else None
     if mover and not os.environ.get(STORAGE_PATH):  # moves change files, so the RayJob's location is not trusted
         args.storage = args.storage or mover.storage_path

@@ -114,7 +114,10 @@ def make_pod(manifest: dict[str, Any], kind: str, mark: str) -> dict[str, Any]:
 
 
 def _spread(spec: dict[str, Any], alike: dict[str, Any]) -> None:
-    """Make a pod's affinity rules refer to the pods that `alike` selects. Let the pod prefer nodes without them."""
+    """Make a pod's affinity rules refer to the pods that `alike` selects.
+
+    The pod prefers nodes on which none of these pods is running.
+    """
     spec.pop("topologySpreadConstraints", None)
     affinity = spec.setdefault("affinity", {})
     for rule in chain(*affinity.get("podAffinity", {}).values()):

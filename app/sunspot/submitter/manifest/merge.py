@@ -175,7 +175,7 @@ def merge_job(job: dict[str, Any], patch: Mapping[str, Any]) -> list[str]:
 
 
 def merge(under: dict[str, Any], over: Mapping[str, Any], rules: Rules, name: str) -> list[str]:
-    """Merge `over` into `under` in place, and return the problems, which begin with `name` (`worker.pod`)."""
+    """Merge `over` into `under` in place, and return the problems. Each begins with `name`, such as `worker.pod`."""
     return [f"{name}.{problem}" for problem in _merge(under, over, "", rules)]
 
 

@@ -414,7 +414,7 @@ class ProfileSource(NamedTuple):
 
 
 def find_origin(source: ProfileSource, *keys: str) -> str:
-    """Return the name of the place or profile that sets a value, or an empty string.
+    """Return the name of the place or profile that sets the value at the path `keys`, or an empty string.
 
     Searches the place, the profile and the profiles that it extends. In a list, only the first item is searched.
     Settings match with or without their prefix, in upper or lower case.

@@ -181,7 +181,7 @@ def _advise_silent(case: Case, owner: Owner) -> str:
 def _time_since(case: Case, status: Status, recorded: float) -> float:
     """Return the seconds since a time that the run recorded.
 
-    The reader's clock can differ from the run's clock, so each difference is between times of one clock.
+    The run's clock can differ from this machine's clock, so only times of the same clock are subtracted.
     """
     return (case.now - status.seen) + (status.time - recorded)
 
