@@ -138,7 +138,7 @@ class Timer:
     """A timer that reports the end of each interval."""
 
     def __init__(self, since: float | None = None) -> None:
-        """Begin the first interval at `since`, a value of `time.monotonic()`. The default is now."""
+        """Begin the first interval at `since`, as measured by `time.monotonic()`. The default is now."""
         self._last = time.monotonic() if since is None else since
 
     def due(self, every_s: float) -> bool:

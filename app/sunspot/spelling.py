@@ -1,7 +1,7 @@
 """Suggests a valid command, option or setting for an unknown name.
 
-The suggestion is a similar name. If other programs use the unknown name, it can also be Sunspot's name for the same
-thing, such as `stop` for `kill`.
+The suggestion is either a name with a similar spelling, or Sunspot's equivalent of a name that other programs use, such
+as `stop` for `kill`.
 """
 
 from collections.abc import Iterable, Mapping

@@ -61,7 +61,7 @@ def test_a_finished_run_does_not_train_again_and_rejects_changed_settings(
 
 
 @pytest.mark.slow
-def test_a_finished_run_with_more_epochs_continues_from_an_intact_checkpoint(
+def test_a_finished_run_continues_from_an_intact_checkpoint_if_epochs_are_added(
     program: Program, copied_run: FinishedRun, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run, damaged = copied_run.run, copied_run.newest

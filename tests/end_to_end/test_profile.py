@@ -53,7 +53,7 @@ def test_all_ranks_profile_the_same_steps_and_losing_a_worker_drops_the_profile(
         worker_processes()[0].kill()
         dropped = asked.result(60)
     assert dropped.code == 5
-    assert "the profile was dropped, because a worker was lost or joined" in dropped.err
+    assert "the profile was dropped, because the run's workers changed or restarted" in dropped.err
     lost = wait_for_receipts(run, 2, training)[-1]
     assert (lost.cause, lost.replayed) == (Cause.WORKER_LOST, 0)
     training.result(240)

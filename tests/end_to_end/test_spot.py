@@ -305,7 +305,7 @@ def test_a_preemption_notice_before_the_first_step_is_not_lost(ray_address: str)
         assert control.call(ControlChannel.begin_group, worker_group(2)).cause is Cause.NODE_LOST
         control.call(ControlChannel.restart_group, Incident(Cause.PREEMPTED, "node x", 2.0), 30.0)
         lines = control.call(ControlChannel.fetch_news).lines
-        assert lines == [f"{Cause.PREEMPTED}: node x; the workers save and start again"]
+        assert lines == [f"{Cause.PREEMPTED}: node x; the workers will save a checkpoint and restart"]
         assert control.call(ControlChannel.group) is None, "the group is about to end"
         control.call(ControlChannel.close_incident)
         assert control.call(ControlChannel.command).restart

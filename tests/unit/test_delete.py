@@ -92,7 +92,7 @@ def test_deleting_without_confirmation_removes_nothing_and_exits_with_code_2(
 
 
 @pytest.mark.parametrize(("typed", "removed"), [("y", True), ("run", True), ("n", False), ("", False), ("ru", False)])
-def test_delete_asks_for_confirmation_on_a_terminal(
+def test_delete_asks_for_confirmation_in_a_terminal(
     sunspot: Command, run: Run, monkeypatch: pytest.MonkeyPatch, typed: str, removed: bool
 ) -> None:
     fill(run)
@@ -553,7 +553,8 @@ def test_a_run_that_is_a_symbolic_link_is_not_deleted(
     assert files_of(open_run(str(place.parent), "run")) == before
     assert sunspot("status", "run") == 4
     assert (
-        f"{folder}/status leads through a link to {place}/status, which is outside of the storage path" in sunspot.err
+        f"{folder}/status resolves through a symbolic link to {place}/status, which is outside the storage path"
+        in sunspot.err
     )
 
 

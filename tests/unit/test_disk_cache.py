@@ -314,7 +314,10 @@ def test_a_full_disk_stops_additions_to_the_cache_with_one_warning(tmp_path: Pat
         assert bucket.read(cache, name) == CONTENT
     assert bucket.reads == {"a": 1, "b": 2, "c": 3}, "this process does not try again"
     assert len(warned) == 1
-    assert f"SUNSPOT_DATA_CACHE={tmp_path}: nothing more is added to the cache: File too large; set it to" in warned[0]
+    assert (
+        f"SUNSPOT_DATA_CACHE={tmp_path}: no more entries will be added to the cache: File too large; set it to"
+        in warned[0]
+    )
     assert bucket.read(DiskCache(str(tmp_path), limit=1 << 20), "b") == CONTENT
 
 

@@ -269,7 +269,7 @@ def test_submit_says_that_the_run_will_stop_once_its_budget_is_spent(
 
 
 @pytest.mark.parametrize(("answer", "jobs"), [("y\n", 1), ("\n", 0), ("", 0)])
-def test_submit_asks_at_a_terminal_before_it_submits_a_run_with_a_budget(
+def test_submit_asks_for_confirmation_in_a_terminal_if_the_run_has_a_budget(
     answer: str, jobs: int, cluster: FakeCluster, sunspot: Command, profile: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from io import StringIO

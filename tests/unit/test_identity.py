@@ -60,7 +60,7 @@ def test_a_different_row_order_is_rejected_unless_the_user_accepts_it(
         start(run)
 
 
-def test_a_search_records_its_identity_without_rows(run: Run) -> None:
+def test_the_recorded_identity_of_a_search_contains_no_rows(run: Run) -> None:
     for _ in range(2):
         record_identity(run, load_settings().environment(), NAMES)
     assert [entry.key for entry in run.storage.list("run")] == ["run/run.json"]

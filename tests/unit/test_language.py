@@ -31,7 +31,7 @@ def test_a_style_fault_is_reported_with_its_line(code: str, fault: tuple[int, st
         "found = [y for x in z if (y := f(x))]\n",
     ],
 )
-def test_good_style_has_no_faults(code: str) -> None:
+def test_code_in_good_style_is_not_reported(code: str) -> None:
     assert list(find_faults(code, is_python=True)) == []
 
 

@@ -69,7 +69,7 @@ def test_a_link_to_a_folder_outside_the_storage_path_is_rejected(
 ) -> None:
     (private / "below").mkdir()
     (storage.root / "run/folder").symlink_to(private)
-    with pytest.raises(OutsideStorageError, match=rf"a link to {private}.*outside of the storage path {storage.root}"):
+    with pytest.raises(OutsideStorageError, match=rf"a link to {private}.*outside the storage path {storage.root}"):
         act(storage)
     assert sorted(path.name for path in private.rglob("*")) == ["below", "key"]
     assert (private / "key").read_bytes() == SECRET
@@ -79,7 +79,7 @@ def test_a_link_to_a_file_outside_the_storage_path_is_not_followed(storage: Loca
     (private / "key").write_bytes(SECRET * 1000)
     link = storage.root / "run/file"
     link.symlink_to(private / "key")
-    with pytest.raises(OutsideStorageError, match=f"{link} leads through a link to {private}/key"):
+    with pytest.raises(OutsideStorageError, match=f"{link} resolves through a symbolic link to {private}/key"):
         storage.read("run/file")
     [entry] = storage.list("run/file")
     assert entry.size == link.lstat().st_size
@@ -176,11 +176,11 @@ def test_a_log_that_is_a_link_is_not_shown(run: Run, sunspot: StorageCommand, pr
     answer = sunspot("logs", "run")
     assert (answer.code, answer.out) == (4, "")
     assert answer.err.splitlines()[-1].startswith(
-        f"error: {segment} leads through a link to {private}/key, which is outside"
+        f"error: {segment} resolves through a symbolic link to {private}/key, which is outside"
     )
     page = Site(run.storage).answer("/run/run").body.decode()
     assert SECRET.decode() not in page
-    assert "outside of the storage path" in page
+    assert "outside the storage path" in page
 
 
 def test_a_checkpoint_with_a_link_is_reported_as_damaged(run: Run, sunspot: StorageCommand, private: Path) -> None:
@@ -189,14 +189,14 @@ def test_a_checkpoint_with_a_link_is_reported_as_damaged(run: Run, sunspot: Stor
     (private / "model.pt").write_bytes(model.read_bytes())
     model.unlink()
     model.symlink_to(private / "model.pt")
-    assert any("outside of the storage path" in fault for fault in find_faults(run, last))
+    assert any("outside the storage path" in fault for fault in find_faults(run, last))
     manifest = Path(run.location, "checkpoints", first.name, "manifest.json")
     (private / "manifest.json").write_bytes(manifest.read_bytes())
     manifest.unlink()
     manifest.symlink_to(private / "manifest.json")
     answer = sunspot("checkpoints", "verify", "run")
     assert answer.code == 7
-    assert answer.out.count("outside of the storage path") == 2
+    assert answer.out.count("outside the storage path") == 2
 
 
 def test_gc_removes_nothing_behind_a_link(run: Run, sunspot: StorageCommand, private: Path) -> None:
@@ -209,7 +209,7 @@ def test_gc_removes_nothing_behind_a_link(run: Run, sunspot: StorageCommand, pri
     answer = sunspot("checkpoints", "gc", "run", "--yes")
     assert (answer.code, answer.out) == (4, "")
     assert (
-        f"error: {folder} leads through a link to {private}/checkpoints, which is outside of the storage path"
+        f"error: {folder} resolves through a symbolic link to {private}/checkpoints, which is outside the storage path"
         in answer.err
     )
     assert kept.read_bytes() == SECRET

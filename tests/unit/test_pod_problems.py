@@ -66,7 +66,7 @@ def test_a_running_pod_on_a_lost_node_has_a_problem() -> None:
     assert str(problem).startswith("its node node-of-b no longer exists; another pod replaces it")
 
 
-def test_deleted_pods_are_explained_by_the_newest_warning_of_each_kind() -> None:
+def test_the_newest_warning_of_each_kind_explains_the_problems_of_deleted_pods() -> None:
     warnings = [
         WarningEvent("run-1-w-head", "FailedScheduling", "new", 2.0),
         WarningEvent("run-1-w-head", "FailedScheduling", "old", 1.0),

@@ -214,9 +214,9 @@ def test_a_request_for_a_profile_that_cannot_be_recorded_is_refused(
 @pytest.mark.parametrize(
     ("change", "code", "said"),
     [
-        (lambda run: write_status(run, replace(RUNNING, attempt=2)), 5, "dropped, because a worker was lost or joined"),
+        (lambda run: write_status(run, replace(RUNNING, attempt=2)), 5, "the run's workers changed or restarted"),
         (lambda run: write_status(run, replace(RUNNING, state=RunState.FAILED)), 5, "dropped, because run is failed"),
-        (lambda run: request_profile(run, 1, 5, (1,)), 6, "another request has replaced this profile of run"),
+        (lambda run: request_profile(run, 1, 5, (1,)), 6, "another profile request for run has replaced this one"),
     ],
     ids=["a new group", "the end of the run", "another request"],
 )

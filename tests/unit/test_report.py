@@ -417,7 +417,7 @@ def test_many_ranks_and_attempts_and_events_and_checkpoints_fit_in_a_report(run:
 
 
 @given(st.integers(1, 2000), st.integers(0, 2**32), st.booleans())
-def test_downsampling_keeps_few_points_and_the_extremes(number: int, seed: int, evenly: bool) -> None:
+def test_downsampling_limits_the_points_and_keeps_the_extremes(number: int, seed: int, evenly: bool) -> None:
     draw = random.Random(seed)
     places = range(number) if evenly else sorted(draw.uniform(0, 1e6) for _ in range(number))
     given_points = [Point(float(place), draw.gauss(0, 1)) for place in places]

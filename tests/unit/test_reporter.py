@@ -176,7 +176,7 @@ def test_loss_values_and_failures_are_the_same_in_every_output(
     status = read_status(run)
     shown = [status.loss, control.heard("add_metrics")[-1]["loss"], checkpoints.save.call_args.args[1]["loss"]]
     assert shown == [3.0, 3.0, 3.0], "the mean of the epoch's rows"
-    assert status.warning == "its workers were started again after worker failed (rank 0: KeyError: 'weights')"
+    assert status.warning == "its workers were restarted after worker failed (rank 0: KeyError: 'weights')"
     assert control.heard("log").count("  between nodes, NCCL uses Socket") == 1
 
 

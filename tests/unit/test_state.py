@@ -458,7 +458,7 @@ def test_one_worker_group_can_wait_for_pods_while_another_is_training() -> None:
         ("other", "FailedToCreateHeadPod", [], "its pods are about to be created"),
     ],
 )
-def test_a_pod_without_a_reason_in_its_status_is_explained_by_a_warning_event(
+def test_a_warning_event_explains_the_state_of_a_pod_without_a_reason_in_its_status(
     about: str, reason: str, pods: list[dict[str, Any]], said: str
 ) -> None:
     raw = {"metadata": {}, "involvedObject": {"name": about}, "reason": reason, "message": "exceeded quota."}

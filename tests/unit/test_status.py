@@ -397,7 +397,7 @@ def test_the_driver_writes_the_status_while_workers_are_silent(run: Run, clock: 
     write_status(run, replace(OLD, attempt=8, step=6, world_size=2), StatusKind.WORKERS)
     driver.note_end("rank 0: KeyError: 'x', in loss at evil.py:37; starting again")
     look(1)
-    why = "its workers ended and will start again: rank 0: KeyError: 'x', in loss at evil.py:37; starting again"
+    why = "its workers ended and will restart: rank 0: KeyError: 'x', in loss at evil.py:37; starting again"
     assert look(WORKERS_SILENT_AFTER_S + 1).reason == why
     finished = replace(OLD, state=RunState.FINISHING, attempt=8, step=7, reason="all steps are taken")
     write_status(run, finished, StatusKind.WORKERS)

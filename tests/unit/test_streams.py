@@ -18,7 +18,7 @@ from sunspot.errors import run_and_exit
 from sunspot.submitter.printing import print_text, warn
 
 def main():
-    warn(f"a terminal to ask at: {sys.stdin.isatty()}")
+    warn(f"stdin is a terminal: {sys.stdin.isatty()}")
     for _ in range(LINES):
         print_text("a pod \u2192 \u6c49 \u202e a name")
     return 0
@@ -71,11 +71,11 @@ def run_with(redirections: str, lines: int = 1, **environment: str) -> tuple[int
 @pytest.mark.parametrize("lines", [1, 10_000])
 def test_a_full_disk_is_reported(lines: int) -> None:
     code, _, said = run_with("< /dev/null > /dev/full", lines)
-    assert (code, said) == (4, f"a terminal to ask at: False\n{FULL}")
+    assert (code, said) == (4, f"stdin is a terminal: False\n{FULL}")
 
 
 def test_a_command_works_even_if_its_standard_streams_are_closed() -> None:
-    assert run_with("<&- >&-") == (0, "", "a terminal to ask at: False\n")
+    assert run_with("<&- >&-") == (0, "", "stdin is a terminal: False\n")
     code, shown, _ = run_with("2>&-")
     assert (code, shown) == (0, "a pod \u2192 \u6c49 \\u202e a name\n")
 
@@ -90,17 +90,17 @@ def test_a_command_continues_if_stderr_cannot_be_written() -> None:
 def test_characters_outside_the_encoding_of_the_terminal_are_escaped(encoding: str) -> None:
     code, shown, said = run_with("< /dev/null", PYTHONIOENCODING=encoding)
     assert (code, shown) == (0, "a pod \\u2192 \\u6c49 \\u202e a name\n")
-    assert said == "a terminal to ask at: False\n"
+    assert said == "stdin is a terminal: False\n"
 
 
 def test_a_subcommand_does_not_exit_with_0_if_its_pipe_is_closed() -> None:
     code, shown, said = run_with("< /dev/null | true; exit ${PIPESTATUS[0]}", 100_000)
     assert (code, shown) == (128 + 13, "")
-    assert said == "a terminal to ask at: False\n"
+    assert said == "stdin is a terminal: False\n"
 
 
 @pytest.mark.parametrize("kind", ["ascii", "gone", "full"])
-def test_a_run_continues_if_its_terminal_fails(kind: str, tmp_path: Path) -> None:
+def test_a_run_continues_if_stdout_is_ascii_only_or_closed_or_full(kind: str, tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     output = {"ascii": subprocess.PIPE, "gone": writer, "full": os.open("/dev/full", os.O_WRONLY)}

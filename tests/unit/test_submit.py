@@ -203,7 +203,9 @@ def test_a_finished_run_is_restarted_if_it_was_deleted_from_storage(cluster: Fak
 
 
 @pytest.mark.parametrize("state", [RunState.FAILED, RunState.STOPPED])
-def test_an_ended_job_is_replaced(cluster: FakeCluster, sunspot: Command, state: RunState) -> None:
+def test_the_job_of_a_failed_or_stopped_run_is_replaced(
+    cluster: FakeCluster, sunspot: Command, state: RunState
+) -> None:
     sunspot.submit()
     name = only_job(cluster)
     before, zombie = cluster.jobs[name]["metadata"]["uid"], owner(cluster)

@@ -456,7 +456,7 @@ def test_a_page_that_exhausts_memory_does_not_affect_other_pages(tmp_path: Path,
             pages.read(read_as_told, ["without-end"])
 
 
-def test_an_unreadable_run_is_explained_and_the_other_runs_are_shown(
+def test_a_run_that_cannot_be_shown_is_reported_with_the_reason_and_the_other_runs_are_shown(
     tmp_path: Path, set_constants: SetConstants
 ) -> None:
     set_constants(page_process, MOST_BYTES=256 << 20)

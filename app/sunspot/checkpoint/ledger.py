@@ -67,9 +67,10 @@ class Ledger:
     def __init__(
         self, group: dist.ProcessGroup | None, attempt: str, start: int, inherited: Sequence[Any], on: bool
     ) -> None:
-        """Create the ledger of an attempt, given the attempt's label and the step from which the attempt starts.
+        """Create an attempt's ledger. `attempt` is the attempt's label, and `start` is the step from which it starts.
 
-        `group` is None for a single worker. `inherited` are earlier attempts' windows that are not in storage yet.
+        `group` is None for a single worker. `inherited` contains the windows of earlier attempts that are not in
+        storage yet. If `on` is False, no rows are recorded.
         """
         self._group = group
         self._attempt = attempt

@@ -200,7 +200,7 @@ class Column:
                 if wrong.any():
                     first = int(np.argmax(wrong))
                     found = f"a list of {lengths[first]}" if lengths[first] >= 0 else "a null"
-                    raise origin.error(first // per_row, f"contains {found}; it must be {self._describe_type()}")
+                    raise origin.error(first // per_row, f"contains {found}, not {self._describe_type()}")
                 array = array.flatten()
                 per_row *= length
         return self._fit(array, origin, lambda index: index // per_row).reshape(len(values), *self.shape)
@@ -212,7 +212,7 @@ class Column:
             decoded = self._decode(values[index], origin, index)
             if decoded.shape != self.shape:
                 raise origin.error(
-                    index, f"was decoded to an array of shape {list(decoded.shape)}; it must be {list(self.shape)}"
+                    index, f"was decoded to an array of shape {list(decoded.shape)} instead of {list(self.shape)}"
                 )
             found[index] = decoded
 

@@ -18,7 +18,7 @@ from sunspot.data.disk_cache import read_through_cache
 from sunspot.data.images import is_picture
 from sunspot.data.splits import refuse_mixed_splits
 from sunspot.errors import DataError, StorageError, shorten
-from sunspot.formatting import plural
+from sunspot.formatting import brief, plural
 from sunspot.settings import BUCKET_URLS
 
 OPEN_FILES = 128
@@ -260,16 +260,16 @@ def _decode(name: bytes) -> str:
 
 def _list_saved_dataset(location: str, state: bytes) -> list[str]:
     """Return the names of a saved dataset's files from the content of its STATE_FILE."""
+    path = join(location, STATE_FILE)
     try:
         names = [str(file["filename"]) for file in json.loads(state)["_data_files"]]
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{join(location, STATE_FILE)} does not list the dataset's files: {shorten(error)}; save the dataset again"
-        ) from error
-    if not names or any("/" in name for name in names):
-        raise DataError(
-            f"{join(location, STATE_FILE)} lists no files, or files in other folders; save the dataset again"
-        )
+        raise DataError(f"{path} does not list the files: {shorten(error)}; save the dataset again") from error
+    if not names:
+        raise DataError(f"{path} lists no files; save the dataset again")
+    elsewhere = [name for name in names if "/" in name]
+    if elsewhere:
+        raise DataError(f"{path} lists a file in another folder ({brief(elsewhere[0])}); save the dataset again")
     return names
 
 

@@ -165,7 +165,7 @@ class DiskCache:
         except OSError as error:
             self._writable = False
             fix = f"set it to a writable folder with {self._limit / 1e9:g} GB of free space, or lower {LIMIT_GB}"
-            self._warn(f"nothing more is added to the cache: {error.strerror or shorten(error)}; {fix}")
+            self._warn(f"no more entries will be added to the cache: {error.strerror or shorten(error)}; {fix}")
 
     def _warn(self, text: str) -> None:
         warn_once(log, f"{FOLDER}={self._folder}: {text}")

@@ -208,7 +208,7 @@ class ControlChannel:
     def restart_group(self, incident: Incident, deadline: float | None) -> None:
         """Ask the worker group to save and stop. `deadline` is the time at which the first of its nodes is lost."""
         self.add_incident_facts(incident)
-        self.log(f"{incident.cause}: {incident.detail}; the workers save and start again")
+        self.log(f"{incident.cause}: {incident.detail}; the workers will save a checkpoint and restart")
         moves = incident.cause is Cause.MOVED
         self._command = replace(self._command, restart=True, deadline=deadline, moves=moves)
         self._group = None
@@ -309,7 +309,7 @@ class CommandPoller(Background):
         self._known = Command()
 
     def poll(self) -> Command:
-        """Return the newest command. Until the first answer arrives, the command requests nothing."""
+        """Return the driver's newest command, or an empty command if the driver has not answered yet."""
         return replace(self._known, regroup=self._regroups())
 
     def _fetch(self) -> None:

@@ -26,9 +26,9 @@ class GroupChoice:
         "Times at which an additional request to each group began."
 
     def choose(self, room: Mapping[str, int], now: float) -> dict[str, int]:
-        """Return how many workers to request from each group, keyed by its name.
+        """Return the number of workers to request from each group, keyed by the group's name.
 
-        `room` maps each group to the number of workers that fit on its nodes. `now` is a value of
+        `room` maps each group's name to the number of workers that fit on the group's nodes. `now` is the current
         `time.monotonic()`.
         """
         missing = beyond = self._workers

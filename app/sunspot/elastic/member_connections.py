@@ -115,7 +115,7 @@ class MemberConnection:
     """The driver's end of one connection. Only the thread that serves the connections uses it."""
 
     def __init__(self, opened: socket.socket, selector: selectors.BaseSelector, now: float) -> None:
-        """Serve a connection that was opened at `now`, a value of `time.monotonic()`."""
+        """Serve a connection that was opened at `now`, as measured by `time.monotonic()`."""
         opened.setblocking(False)
         _end_if_unacknowledged(opened)
         self._socket = opened

@@ -198,7 +198,7 @@ class Membership:
             self._close(now)
 
     def report_barriers(self, uid: str, number: int, passed: int) -> None:
-        """Record how many barriers a member has passed in generation `number`, which is closed."""
+        """Record how many barriers a member has passed in the closed generation `number`."""
         if number == self.generation.number and self._is_member(uid):
             self._barriers[uid] = passed
             self._changed = True

@@ -59,10 +59,11 @@ def ask_for_nodes(resources_per_worker: dict[str, float], workers: int) -> None:
 
 
 class NodeMonitor:
-    """Finds at most one event for each worker group, because an event ends the group.
+    """Watches the nodes for events that affect a worker group, such as the loss of a node or room for more workers.
 
-    `usable` returns the nodes on which a group may start, and checks whether they answer. `lag_s` is the maximum number
-    of seconds by which Ray Train's view of the nodes is out of date. `choice` chooses among several node groups.
+    Each group gets at most one event, because most events end the group. `usable` filters the nodes to those on which a
+    group may start, and checks whether they answer. Ray Train's view of the nodes can be up to `lag_s` seconds old.
+    `choice` chooses among several node groups.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class NodeMonitor:
     ) -> NodeEvent | None:
         """Return an event that affects this worker group, or None.
 
-        `nodes` is `ray.nodes()`, and `draining` is `draining_nodes()`. `now` is a value of `time.monotonic()`.
+        `nodes` is `ray.nodes()`, and `draining` is `draining_nodes()`. `now` is the current `time.monotonic()`.
         """
         room = find_room([node for node in nodes if node["NodeID"] not in draining], self.per_worker)
         if room != self._room:
@@ -123,9 +124,10 @@ class NodeMonitor:
         return found
 
     def _find_better(self, group: WorkerGroup, nodes: list[dict[str, Any]]) -> NodeEvent | None:
-        """Return an event if the group uses nodes that are no longer needed, and other nodes have room for its workers.
+        """Return an event if the group can move away from nodes that are no longer requested.
 
-        Nodes that the group does not use cause no event, because Ray's autoscaler releases idle nodes by itself.
+        The other nodes must have room for all of the group's workers. Nodes that the group does not use are no reason
+        to move, because Ray's autoscaler releases idle nodes by itself.
         """
         if not self._choice:
             return None

@@ -97,9 +97,9 @@ class StepDecisionBroadcast:
         return agreed
 
     def _choose_interval(self, mine: StepActions) -> tuple[int, bool]:
-        """Return the number of steps until the next broadcast, and True if workers will wait for its result.
+        """Return the number of steps until the next broadcast, and whether the workers will wait for its result.
 
-        The interval at most doubles, because a single measurement can be wrong.
+        The interval at most doubles each time, because a single measurement can be wrong.
         """
         now = time.monotonic()
         step_s = max(now - self._asked, 1e-9) / self._every

@@ -157,7 +157,11 @@ class ReplicaGroups:
             while self._formed == formed:
                 began = self._collective_began
                 if began and time.monotonic() - max(began, cut) > STUCK_S:
-                    print("a collective hangs, although its connections were shut down; this process exits", flush=True)
+                    print(
+                        "a collective is still hanging after its connections were shut down; exiting, so that this "
+                        "process is replaced",
+                        flush=True,
+                    )
                     os._exit(1)
                 time.sleep(STUCK_S / 10)
 

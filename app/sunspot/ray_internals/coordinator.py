@@ -40,14 +40,15 @@ TRAIN_REQUESTER = "train-"
 
 
 def install_coordinator() -> float:
-    """Make Ray Train size worker groups for the nodes that will stay.
+    """Make Ray Train size worker groups without counting draining or unreachable nodes.
 
-    Returns the delay in seconds with which Ray Train notices that nodes have changed. Call this before `fit`.
+    Returns the maximum delay, in seconds, before Ray Train notices that nodes have changed. Call this before `fit`.
 
-    Ray's own coordinator updates every 20 s, and counts draining and unreachable nodes. After the loss of a node, Ray
-    would first size a worker group for nodes that are gone, and wait for them. Ray uses an existing actor with the
-    coordinator's name (ray/data/_internal/cluster_autoscaler/default_autoscaling_coordinator.py), so ours is created
-    first. If Ray's own coordinator already exists, it stays, because other jobs can depend on it.
+    Ray's own coordinator updates only every 20 s, and counts draining and unreachable nodes. With that coordinator,
+    Ray would size the first worker group after a lost node for nodes that are gone, and wait for them. Ray uses an
+    existing actor with the coordinator's name
+    (ray/data/_internal/cluster_autoscaler/default_autoscaling_coordinator.py), so ours is created first. If Ray's own
+    coordinator already exists, it stays, because other jobs can depend on it.
     """
     try:
         from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (

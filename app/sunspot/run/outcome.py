@@ -198,7 +198,7 @@ class DriverStatusWriter:
             since = as_time(self._last.time)
             reason = f"no sign of life from its workers since {since}: the driver waits for them"
             if self._group_ended:
-                reason = f"its workers ended and will start again: {self._group_ended}"
+                reason = f"its workers ended and will restart: {self._group_ended}"
             self._last = replace(self._last, state=RunState.STARTING, reason=reason, world_size=0)
         write_status(self._run, self._last)
 

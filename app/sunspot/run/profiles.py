@@ -6,7 +6,7 @@
         rank-0000.json                  the steps in the trace, and the cost of tracing (`RankProfile`)
 
 A thread of rank 0 looks for a request every few seconds. A request is for one attempt. If the attempt ends before
-the profile is complete, because a worker was lost or has joined, the profile is dropped. The next attempt does not try
+the profile is complete, because a worker joined or was lost, the profile is dropped. The next attempt does not try
 again, because a profile that makes a worker crash could make the next worker crash, too. A newer request replaces an
 older request.
 """

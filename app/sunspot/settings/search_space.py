@@ -167,10 +167,10 @@ def load_search(variables: Mapping[str, str]) -> Search:
 
 
 def load_common(variables: Mapping[str, str]) -> tuple[Settings, tuple[Dimension, ...], dict[str, str]]:
-    """Return the settings that all trials share, the dimensions of the search, and the variables with an expression.
+    """Return the settings that all trials share, the search's dimensions, and its expressions, keyed by variable name.
 
-    In the returned settings, the varied settings have their default values. The expressions are in canonical form.
-    Raises `SettingsError` if a setting or an expression is invalid.
+    In the returned settings, each setting that the search varies has its default value. TASK_ARGS is returned as
+    canonical JSON. Raises `SettingsError` if a setting or an expression is invalid.
     """
     given = _ours(variables)
     dimensions = find_dimensions(given)

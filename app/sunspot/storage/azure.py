@@ -178,7 +178,7 @@ def _azure_client(url: str) -> Any:
 
 
 class BlockUpload(PartUpload):
-    """An upload in parts.
+    """An upload that consists of several blocks.
 
     In Azure, blocks belong to a blob rather than to an upload. If two writers upload the same blob, the first writer to
     finish removes the other writer's blocks, and the other upload fails. Each checkpoint has a unique name, so this

@@ -211,7 +211,7 @@ def _google_client(url: str) -> Any:
 
 
 class ComposedUpload(PartUpload):
-    """An upload in parts, which are separate objects until they are composed into one."""
+    """An upload whose parts are separate objects until they are composed into one."""
 
     def __init__(self, storage: GoogleStorage, key: str, token: str = "") -> None:
         """Create an upload. `token` identifies its parts. By default, a new token is generated."""

@@ -201,8 +201,8 @@ class LocalStorage(Storage):
             self._real_root = _real_path(self.root)  # the storage path might have been created or moved since
         if not self._is_inside(real):
             raise OutsideStorageError(
-                f"{path} leads through a link to {real}, which is outside of the storage path {self.root}; such "
-                "links are not followed; replace the link with the files themselves, or with a mount of the folder"
+                f"{path} resolves through a symbolic link to {real}, which is outside the storage path {self.root}. "
+                "Such links are not followed; replace the link with the files themselves, or with a mount of the folder"
             )
 
     def _is_inside(self, real: str) -> bool:

@@ -153,7 +153,7 @@ def probe_small(storage: Storage, key: str) -> Check:
 
 
 def probe_large(storage: Storage, key: str) -> Check:
-    """Measure the throughput of writing and reading a large object in parts."""
+    """Measure the throughput of writing and reading a large object in several parts."""
     content = os.urandom(LARGE)
     up = list[float]()
     down = list[float]()

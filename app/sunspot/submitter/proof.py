@@ -203,7 +203,10 @@ def count_rows(tables: list[pyarrow.Table], layout: EpochLayout, end: int) -> It
 
 
 def _split_by_epoch(table: pyarrow.Table, layout: EpochLayout) -> Iterator[tuple[Pass, pyarrow.ChunkedArray]]:
-    """Yield each epoch and the rows that it consumed. The running time does not depend on the number of epochs."""
+    """Yield each epoch and the rows that it consumed.
+
+    The table is sorted once, rather than filtered once for each epoch.
+    """
     import pyarrow.compute as pc
 
     epochs = pc.add(pc.divide(pc.subtract(table["step"], 1), layout.steps_per_epoch), 1)

@@ -121,7 +121,7 @@ class Reporter:
         self._control.send(ControlChannel.log, line)
         incident = self._incident.begin()
         if incident.cause is Cause.WORKER_FAILED:
-            self._failed_before = f"its workers were started again after {incident.describe()}"
+            self._failed_before = f"its workers were restarted after {incident.describe()}"
         self._status = replace(self._status, warning=self._failed_before)
         for note in incident.notes:
             self._journals.events.note(note.event, start.attempt.step, note.detail, note.time)

@@ -43,7 +43,11 @@ IMMUTABLE = (int, float, str, bool, type(None))
 
 
 class StepUndo:
-    """Copies the tensors that a step changes before it is accepted, and restores them if the step is undone."""
+    """Restores the state from before a step if the step is undone.
+
+    Keeps copies of the buffers and of other tensors that can change before a step is accepted. The module's docstring
+    says which tensors are copied.
+    """
 
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer) -> None:
         self.stepped = OptimizerOnlyParameters(optimizer)
@@ -128,7 +132,10 @@ class StepUndo:
 
     @property
     def nothing_early(self) -> bool:
-        """True if the optimizers' parameters are not known to have changed since the newest step."""
+        """True if no optimizer's parameter has changed in place since the newest step, or unnoticed in the second step.
+
+        Always False until the second step has been checked. PyTorch does not notice changes through `.data`.
+        """
         return self.stepped.ids is not None and not self.stepped.moved and self._unowned.issuperset(self._changed())
 
     def put_back(self, cancelled: bool = False) -> bool:
@@ -178,7 +185,7 @@ class StepUndo:
         return texts
 
     def describe_early(self) -> str:
-        """Return a warning that names a parameter that changes too early, with the consequences and a fix."""
+        """Return a warning about parameters that change too early, which explains the consequences and the fix."""
         return (
             f"{plural(len(self.early), 'parameter')} changed outside of the optimizer's step, such as "
             f"{min(self.early)}: when a worker is lost after such a change, the others cannot take the step back, and "

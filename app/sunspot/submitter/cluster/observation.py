@@ -306,11 +306,11 @@ def explain_missing_output(run: Run, context: str | None, namespace: str | None)
 
 
 def follow(access: RunAccess) -> Iterator[RunSnapshot]:
-    """Yield a snapshot of a run every few seconds, without limit.
+    """Yield a snapshot of a run every few seconds, forever.
 
     If the cluster or storage does not answer, the snapshot keeps the last known values. Storage is read after the
     cluster, because a driver writes its final status to storage before its RayJob ends. Raises `ClusterError` if the
-    API server rejects the user or is unreachable for MAX_OUTAGE_S.
+    API server rejects the user's credentials or requests, or is unreachable for MAX_OUTAGE_S.
     """
     snapshot = RunSnapshot(ClusterSeen(trouble=access.cluster_error), RunSeen(access.run))
     answered = ask_at = time.monotonic()

@@ -94,11 +94,13 @@ def _await_profiles(run: Run, request: ProfileRequest, until: float) -> list[Ran
             raise GaveUpError(f"the profile was dropped, because {run.name} is {seen.state}: {seen.reason}")
         if seen.status and seen.status.attempt != request.attempt:
             raise GaveUpError(
-                f"the profile was dropped, because a worker was lost or joined (`sunspot events {run.name}`). The run "
-                "continues with its new workers; run the command again to record a profile"
+                f"the profile was dropped, because the run's workers changed or restarted (see `sunspot events "
+                f"{run.name}`). The run continues with its new workers; run the command again to record a profile"
             )
         if read_request(run) != request:
-            raise ConflictError(f"another request has replaced this profile of {run.name}; run the command again later")
+            raise ConflictError(
+                f"another profile request for {run.name} has replaced this one; run the command again later"
+            )
         if time.monotonic() > until:
             late = f"{_name(sorted(found.keys() - {each.rank for each in profiles}))} wrote no trace in time"
             raise GaveUpError(
