@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 )
 
 from sunspot.checkpoint.memory_files import MemorySnapshot
-from sunspot.elastic import copies
+from sunspot.elastic import claim
 from sunspot.elastic.claim import CheckpointLoaders, begin_attempt
 from sunspot.elastic.copies import LiveState, NodeInventory
 from sunspot.elastic.membership import NEXT_WAIT_S, SETTLE_S, Change, Generation, Member, Membership
@@ -515,7 +515,7 @@ def test_the_model_checker_detects_an_older_state_that_hides_newer_copies_in_mem
 def test_the_model_checker_detects_a_stale_state_that_is_treated_as_current(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(copies, "was_in_every_group", lambda *_: True)
+    monkeypatch.setattr(claim, "was_in_every_group", lambda *_: True)
     with pytest.raises(AssertionError, match="a newer in-memory copy is skipped"):
         bring_back_a_stale_process(Decisions())
 

@@ -59,14 +59,17 @@ and the exchange of row IDs (AUDIT) always use gloo.
                                           step that counts. If StepUndo cannot restore it, the process keeps no state,
                                           and gets another worker's. Under hsdp, a worker that waits for the others
                                           before its optimizer's step asks the server whether to take this step
-                                          (parallel.step_barrier.StepBarrier)
+                                          (parallel.step_barrier.StepBarrier). On a CPU, under ddp, each accepted step
+                                          counts at once
  6. train.joining.Joining                 makes the process a worker of the next group. Its methods `form`, `claim` and
                                           `build` lead to steps 7, 8 and 9
  7. membership.Membership                 decides that the group forms (`decide`) once all living members have asked to
                                           join it. They ask in `Survivor.form`, and ProcessGroups connects them.
                                           Membership also decides in step 1 that a group has ended
- 8. claim.agree_on_start                  finds out which ranks have the newest state (copies.choose_live), and claims
-                                          an attempt that starts from it (`claim_in_place`)
+ 8. claim.agree_on_start                  finds out which ranks have the newest state (`choose_live`), and claims an
+                                          attempt that starts from it (`claim_in_place`). Storage accepts only one claim
+                                          of each attempt, and an attempt counts once its start is recorded
+                                          (run.attempts)
  9. train.survivor.Survivor               sends that state to the ranks that lack it (`continue_from`, `hand_over`),
                                           gives the learner its place in the group and discards its gradients
                                           (`Learner.move`), loads a received state, and compares all ranks' parameters.

@@ -24,7 +24,6 @@ from sunspot.elastic.copies import (
     NodeInventory,
     SurvivingState,
     choose_copy,
-    choose_live,
     exclude_crashing_copy,
     exclude_damaged_parts,
 )
@@ -35,6 +34,7 @@ from sunspot.run.attempts import (
     IN_PLACE,
     Attempt,
     Metadata,
+    attempt_of,
     attempts_with_start,
     claim_next,
     ensure_owner,
@@ -309,6 +309,40 @@ def claim_in_place(claimant: Claimant, settings: Settings, inventories: list[Nod
     record_start(run, attempt)
     past = PastRecords(heartbeats_in(inventories), receipts.result(), status.result())
     return StartPoint(attempt, attempts_with_start(before), live=live, nodes=nodes_in(inventories), past=past)
+
+
+def choose_live(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -> SurvivingState | None:
+    """Return the newest live state among the survivors, or None if the survivors do not have all shards of a state.
+
+    The survivors' states differ by at most one step, because some survivors may have completed their step before the
+    loss. The state of a process that missed a group is ignored, because the other processes may have trained without
+    that process, and may have deleted the checkpoint that contains its state. A process's shard is ignored, too, if the
+    process's new rank needs a different shard.
+    """
+    spans = lineage(attempts)
+    live = {
+        rank: inventory.live
+        for rank, inventory in enumerate(inventories)
+        if inventory.live
+        and inventory.live.shard == rank % inventory.live.shards
+        and leads_to_newest(inventory.live.checkpoint, spans)
+        and was_in_every_group(inventory, attempts)
+    }
+    for step in sorted({step_of(state.checkpoint) for state in live.values()}, reverse=True):
+        ranks = [rank for rank, state in live.items() if step_of(state.checkpoint) == step]
+        ranks.sort(key=lambda rank: live[rank].evaluated)
+        first = live[ranks[0]]
+        if {live[rank].shard for rank in ranks} == set(range(first.shards)):
+            return SurvivingState(first.checkpoint, first.evaluated, tuple(ranks), first.shards)
+    return None
+
+
+def was_in_every_group(inventory: NodeInventory, attempts: list[Attempt]) -> bool:
+    """Return True if a survivor was in every group since its last step, so that it has missed no step."""
+    assert inventory.live
+    last = attempt_of(inventory.live.checkpoint)
+    since = [attempt for attempt in attempts if attempt.number > last and attempt.chosen]
+    return all(inventory.process in attempt.metadata.processes for attempt in since)
 
 
 def claim_attempt(claimant: Claimant, settings: Settings, inventories: list[NodeInventory]) -> list[Attempt]:

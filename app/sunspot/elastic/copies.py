@@ -1,4 +1,4 @@
-"""Chooses the live state or the in-memory copy from which a worker group may start."""
+"""Describes the states that a worker group may start from, and chooses one of the in-memory copies."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -6,7 +6,7 @@ from typing import NamedTuple
 from sunspot.checkpoint.memory_files import Heartbeat, MemorySnapshot
 from sunspot.checkpoint.node_state import PartCopy
 from sunspot.checkpoint.part_exchange import ranks_by_node
-from sunspot.run.attempts import Attempt, attempt_of, attempts_with_start, lineage, step_of
+from sunspot.run.attempts import Attempt, attempts_with_start, lineage
 from sunspot.run.checkpoints import leads_to_newest
 
 RESTORES = 2
@@ -66,40 +66,6 @@ class SurvivingState(NamedTuple):
     use the first rank's metrics."""
     shards: int = 1
     "Number of shards of the state. Rank r has shard r % shards."
-
-
-def choose_live(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -> SurvivingState | None:
-    """Return the newest live state among the survivors, or None if the survivors do not have all shards of a state.
-
-    The survivors' states differ by at most one step, because some survivors may have completed their step before the
-    loss. The state of a process that missed a group is ignored, because the other processes may have trained without
-    that process, and may have deleted the checkpoint that contains its state. A process's shard is ignored, too, if the
-    process's new rank needs a different shard.
-    """
-    spans = lineage(attempts)
-    live = {
-        rank: inventory.live
-        for rank, inventory in enumerate(inventories)
-        if inventory.live
-        and inventory.live.shard == rank % inventory.live.shards
-        and leads_to_newest(inventory.live.checkpoint, spans)
-        and was_in_every_group(inventory, attempts)
-    }
-    for step in sorted({step_of(state.checkpoint) for state in live.values()}, reverse=True):
-        ranks = [rank for rank, state in live.items() if step_of(state.checkpoint) == step]
-        ranks.sort(key=lambda rank: live[rank].evaluated)
-        first = live[ranks[0]]
-        if {live[rank].shard for rank in ranks} == set(range(first.shards)):
-            return SurvivingState(first.checkpoint, first.evaluated, tuple(ranks), first.shards)
-    return None
-
-
-def was_in_every_group(inventory: NodeInventory, attempts: list[Attempt]) -> bool:
-    """Return True if a survivor was in every group since its last step, so that it has missed no step."""
-    assert inventory.live
-    last = attempt_of(inventory.live.checkpoint)
-    since = [attempt for attempt in attempts if attempt.number > last and attempt.chosen]
-    return all(inventory.process in attempt.metadata.processes for attempt in since)
 
 
 def choose_copy(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -> ChosenCopy | None:
