@@ -52,5 +52,5 @@ def test_the_error_for_an_unusable_row_names_the_row(loader: str, program: Progr
     sizes = np.ones(60)
     sizes[50] = np.nan
     data = write_numbers(tmp_path / "data", 60, size=sizes)
-    with pytest.raises(DataError, match=r"part-1\.parquet, row 30: size has nan"):
+    with pytest.raises(DataError, match=r"part-1\.parquet, row 30: size has the value nan,"):
         program.run(**LINEAR, DATASET=data, LOADER=loader)
