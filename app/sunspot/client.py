@@ -84,9 +84,9 @@ def submit(
     live run is returned. A finished run is not started again. `take_over` allows taking over a run that is live
     elsewhere, for example in another cluster.
 
-    Raises `ConflictError` if the run is live with other settings or elsewhere. Other faults raise `SettingsError`,
-    `ClusterError` or `StorageError`. If a check fails, no RayJob is created. By then, the run's RayJob in a previous
-    place of the profile may already have been deleted, but only if the driver of that RayJob was not alive.
+    Raises `ConflictError` if the run is live with other settings or elsewhere, and `SettingsError`, `ClusterError` or
+    `StorageError` for other problems. If a check fails, no RayJob is created. However, if the run was last submitted to
+    another place of the profile and its driver is not alive, its RayJob in that place may already have been deleted.
     """
     request = JobRequest(profile, with_place(_to_texts(settings), name, storage), image, namespace, code=code)
     rendered, cluster = render_in_place(request, context)
@@ -236,8 +236,11 @@ class Run:
         """Classify images on this machine. Return their classes (int64 [B]) and probabilities (float32 [B, classes]).
 
         `images` are uint8 [C, H, W] or [B, C, H, W], or file names. `checkpoint` is "newest", "best" or a name.
-        Requires sunspot-train[train]. Raises `SettingsError` if the model does not accept the images, or if the run's
-        task is not one of Sunspot's and no task is given. Raises `DamageError` if the checkpoint is damaged.
+        Requires sunspot-train[train].
+
+        Raises `SettingsError` if the model does not accept the images, or if the run's task is not one of Sunspot's own
+        tasks and is not named by `Run(task=...)`, SUNSPOT_TASK or sunspot.toml. Raises `DamageError` if the checkpoint
+        is damaged.
         """
         run = self._stored()
         with _extra_required("predict"):

@@ -95,7 +95,7 @@ class Way(Protocol):
     """A way to save a checkpoint."""
 
     def save(self, step: int, state: dict[str, Any]) -> Waits:
-        """Begin to save a checkpoint."""
+        """Start saving a checkpoint."""
 
 
 class Ours:

@@ -252,7 +252,7 @@ def test_an_error_in_a_task_describes_the_rows_that_it_received() -> None:
         raise ValueError("bad")
 
 
-def test_an_error_before_any_row_was_read_describes_no_rows() -> None:
+def test_an_error_does_not_describe_rows_before_any_row_is_read() -> None:
     with pytest.raises(SunspotError) as caught, TaskCheck("task", []).part("model and optimizer"):
         raise ValueError("bad")
     assert "with the rows" not in str(caught.value)

@@ -429,7 +429,7 @@ def test_metrics_are_written_as_parquet(sunspot: StorageCommand, history: list[d
     assert rows[-1]["ranks"] == [{"rows": 3}, {"rows": 2}]
 
 
-def test_writing_parquet_with_the_json_option_reports_the_written_file(
+def test_metrics_with_the_parquet_and_json_options_reports_the_written_file(
     run: Run, sunspot: StorageCommand, history: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     file = tmp_path / "history.parquet"

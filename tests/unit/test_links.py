@@ -1,4 +1,4 @@
-"""Tests that links in a storage directory never lead out of the storage path."""
+"""Tests that links in a storage directory are never followed if they point outside the storage path."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class Decisions(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        """Let the first group begin to train."""
+        """Let the first group start training."""
         for node in NODES[:SIZE]:
             self.come(node)
         self.settle(1, SETTLE_S)

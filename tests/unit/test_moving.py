@@ -320,7 +320,7 @@ def test_a_run_that_cannot_restart_in_its_old_place_is_reported(
 
     assert move_until(fail, clusters, sunspot, profile) == 4
 
-    assert "run has stopped for its move, and could not be started again in east: " in sunspot.err
+    assert "run was stopped for the move, but could not be started again in east: " in sunspot.err
     assert "`sunspot resume run --storage" in sunspot.err
 
 
@@ -378,7 +378,7 @@ def test_an_old_job_that_cannot_be_applied_again_is_kept_if_the_move_fails(
         fail_in_west(clusters)
 
     assert move_until(fail, clusters, sunspot, profile) == 4
-    assert "run has stopped for its move, and could not be started again in east: RayJob run-" in sunspot.err
+    assert "run was stopped for the move, but could not be started again in east: RayJob run-" in sunspot.err
     assert jobs(clusters) == {"east": 1, "west": 0}
 
 
@@ -395,7 +395,7 @@ def test_a_run_whose_old_job_is_gone_after_a_failed_move_is_reported(
         fail_in_west(clusters)
 
     assert move_until(fail, clusters, sunspot, profile) == 4
-    assert "run has stopped for its move, and could not be started again in east: run-" in sunspot.err
+    assert "run was stopped for the move, but could not be started again in east: run-" in sunspot.err
     assert "`sunspot resume run --storage" in sunspot.err
 
 

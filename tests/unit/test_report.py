@@ -251,7 +251,7 @@ def test_the_report_shows_a_checkpoint_with_a_changed_manifest_as_damaged(run: R
     assert "its newest checkpoint is step-00000094-attempt-0001" in page.text
 
 
-def test_the_report_shows_changes_of_settings_and_versions(run: Run) -> None:
+def test_the_report_shows_changes_to_settings_and_versions(run: Run) -> None:
     text = made(trained(run)).text
     assert "CHECKPOINT_EVERY_S 30.0 60" in text
     assert "HANG_TIMEOUT_S 300.0 the same" in text

@@ -30,7 +30,7 @@ GIVEN = WorkerRange(1, 4)
 
 
 def train(run: Run, owner: str = JOB, scalable: str = "1..4", hosts: tuple[str, ...] = tuple(PODS)) -> None:
-    """Let a run begin to train with one worker on each host."""
+    """Let a run start training with one worker on each host."""
     nodes = {str(rank): host for rank, host in enumerate(hosts)}
     settings = {"SUNSPOT_NUM_WORKERS": scalable or "2"}
     start(run, owner, world_size=len(hosts), nodes=nodes, settings=settings)

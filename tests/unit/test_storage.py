@@ -362,7 +362,7 @@ def test_an_operation_that_makes_progress_can_take_longer_than_the_limit(
             record_progress(int(rate / 100))
 
     assert ProgressDeadline(0.4, "listing").run(answers) == "done"
-    assert warned == ["listing: /mnt/a: no answer from storage for 0 s; waiting for at most 0 s more"]
+    assert warned == ["listing: /mnt/a: no answer from storage for 0 s; waiting up to 0 s more"]
     ProgressDeadline(0.4, "reading").run(lambda: move_bytes(10 * MIN_RATE))
     with pytest.raises(StorageError, match=r"^reading: storage transfers less than 100 kB/s"):
         ProgressDeadline(0.4, "reading").run(lambda: move_bytes(MIN_RATE / 10))

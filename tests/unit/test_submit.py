@@ -555,7 +555,7 @@ def test_the_error_for_unreachable_storage_says_that_this_machine_used_its_own_e
 # ------------------------------------------------------------------------------------------------------ stop and resume
 
 
-def test_resuming_a_run_that_was_stopped_while_pending_prints_the_submit_command(
+def test_resume_prints_the_submit_command_if_the_run_was_stopped_while_pending(
     cluster: FakeCluster, sunspot: Command
 ) -> None:
     """The RayJob still waits for nodes, so it is deleted, and `resume` finds nothing in the cluster to restart."""
@@ -802,14 +802,14 @@ def test_stop_waits_for_the_save_while_the_next_place_is_warmed_up(cluster: Fake
     assert only_job(cluster) == "run-1", "the RayJob that would start later was not deleted"
 
 
-def test_stopping_without_waiting_only_writes_the_stop_marker(cluster: FakeCluster, sunspot: Command) -> None:
+def test_stop_without_waiting_only_writes_the_stop_marker(cluster: FakeCluster, sunspot: Command) -> None:
     sunspot.submit()
     assert sunspot("stop", "run", "--no-wait") == 0
     assert stop_requested(sunspot.run)
     assert cluster.jobs
 
 
-def test_stopping_with_an_expired_credential_says_that_the_stop_marker_is_written(
+def test_stop_with_an_expired_credential_reports_that_the_stop_marker_was_written(
     cluster: FakeCluster, sunspot: Command
 ) -> None:
     sunspot.submit()

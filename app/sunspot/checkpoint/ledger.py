@@ -87,7 +87,7 @@ class Ledger:
         self._lock = threading.Lock()
 
     def begin_exchange(self, step: int, rows: torch.Tensor | None, most: int) -> None:
-        """Begin to exchange the rows of the next step.
+        """Start exchanging the rows of the next step.
 
         `rows` are this worker's row IDs, int64 [B], and `most` is the largest number of rows of any worker.
         """

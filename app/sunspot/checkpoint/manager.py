@@ -123,7 +123,7 @@ class CheckpointManager:
         return checkpoint_name(step, self._attempt.number, self._attempt.nonce)
 
     def begin_step(self, step: int, rows: torch.Tensor | None, step_rows: int) -> None:
-        """Begin to exchange this worker's row IDs, int64 [B], with the other workers.
+        """Start exchanging this worker's row IDs, int64 [B], with the other workers.
 
         `step_rows` is the total number of rows in the step.
         """
@@ -172,7 +172,7 @@ class CheckpointManager:
         to_storage: bool = True,
         needed: bool = False,
     ) -> None:
-        """Begin to copy the state at `step` to memory. If `to_storage` is set, the copy becomes a checkpoint.
+        """Start copying the state at `step` to memory. If `to_storage` is set, the copy becomes a checkpoint.
 
         `evaluated` is False if `step` ends an epoch that has not been evaluated yet. If `to_storage` or `needed` is
         set, the copy waits until the previous copy is complete. Otherwise, it is skipped while the previous copy is in

@@ -100,12 +100,12 @@ class NodeState:
         self._nodes = nodes
         self._rank = dist.get_rank(group) if group else 0
         self._reader = nodes.index(nodes[self._rank])
-        "The lowest rank on this node, which reads for all of the node's ranks."
+        "The lowest rank on this node, which reads the state for all of the node's ranks."
         self._files: dict[str, Pages] = {}
 
     @property
     def reads(self) -> bool:
-        """True if this rank reads for all ranks on its node."""
+        """True if this rank reads the state for all ranks on its node."""
         return self._rank == self._reader
 
     def read(self, checkpoint: Checkpoint) -> list[str]:

@@ -262,7 +262,7 @@ class ShardWriter:
                 raise RuntimeError(text)
             if waited > WARN_AFTER_S and not warned:
                 warned = True
-                log.warning(f"{text}; waiting for at most {limit_s:.0f} s")
+                log.warning(f"{text}; waiting up to {limit_s:.0f} s")
             time.sleep(POLL_EVERY_S)
 
 

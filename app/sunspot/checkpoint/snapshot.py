@@ -207,7 +207,7 @@ class Snapshots:
     def take(
         self, manifest: Checkpoint, ledger: list[Any], extra_state: dict[str, Any] | None, *, needed: bool
     ) -> Snapshot | None:
-        """Begin to copy the state. Call `wait_for_copy` before parameters change.
+        """Start copying the state. Call `wait_for_copy` before parameters change.
 
         `ledger` is stored with the copy in memory. Returns None if the copy is not `needed` and cannot begin now,
         because no slot is free or the previous copy is not sealed yet.
@@ -275,7 +275,7 @@ class Snapshots:
         self._sealing = start_thread(lambda: self._seal(snapshot, sidecar), "state-seal")
 
     def reserve(self) -> None:
-        """Begin to create a slot in advance, so that the first copy does not have to wait for it."""
+        """Start creating a slot in advance, so that the first copy does not have to wait for it."""
         _, device = self._outline(self._saved.with_average(self._saved.state()))
         self._memory.reserve(self.size, device)
 

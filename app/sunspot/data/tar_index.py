@@ -91,7 +91,7 @@ def _index_shard(path: str) -> int:
 
 
 def _read_rows(file: io.BufferedReader) -> Iterator[dict[str, Any]]:
-    """Yield a row for each sample. If a whole member is a column, the row contains the member's byte range in the file.
+    """Yield a row for each sample. A member other than .cls or .json becomes a column with its byte range in the file.
 
     Raises `tarfile.TarError` if the file is damaged, or if a sample has two values for a column.
     """

@@ -9,17 +9,18 @@ Train starts a new group from the newest state.
 Who decides that a worker is lost
 ---------------------------------
 In survivor mode, membership_channel.MembershipServer.declare_lost decides, in the driver. Each worker has a connection
-to the server, and member_connections.MemberConnections serves all connections in one thread. A worker is lost at once
-if its connection ends because the process has exited. It is lost after MACHINE_LIMIT_S (1 s) if the kernel of its
-machine no longer acknowledges packets, and after PROCESS_LIMIT_S (10 s) if its process sends no heartbeat. A worker may
-be silent for longer while it does something that can take any time, such as building its model (`Watchdog.paused`).
+to the server, and member_connections.MemberConnections serves all connections in one thread. A worker counts as lost
+at once if its connection ends because the process has exited. The worker counts as lost after MACHINE_LIMIT_S (1 s) if
+the kernel of its machine no longer acknowledges packets, and after PROCESS_LIMIT_S (10 s) if its process sends no
+heartbeat. A worker may be silent for longer while it does something that can take any time, such as building its model
+(`Watchdog.paused`).
 Ray notices the loss later than the server. failures.FailureJudge then counts the loss against MAX_FAILURES, and Ray
 replaces the process.
 
-In restart mode, Ray Train's controller decides. A worker is lost if its actor has died or does not answer a health
-check. Ray then calls failure_callback.FailureCallback, which asks failures.FailureJudge whether another group starts.
-The judge treats the errors in ray_internals.controller.LOST as the loss of a worker, and any other error as one that
-the worker raised itself.
+In restart mode, Ray Train's controller decides. A worker counts as lost if its actor has died or does not answer a
+health check. Ray then calls failure_callback.FailureCallback, which asks failures.FailureJudge whether another group
+starts. The judge treats the errors in ray_internals.controller.LOST as the loss of a worker, and any other error as one
+that the worker raised itself.
 
 Several observers report each loss. merged_incidents.Incidents merges their reports into one incident.
 
@@ -104,7 +105,7 @@ A restart of the whole group, from the notice to the first step of the new group
  4. control.ControlChannel.restart_group  records the incident, and sets Command.restart with its deadline
  5. control.CommandPoller.poll            passes the command to rank 0, after a step (`Worker.choose_actions`)
  6. parallel.decisions.StepDecisionBroadcast.agree  passes it to all ranks (train.worker.Worker.finish_step)
- 7. checkpoint.CheckpointManager.save     copies the state to shared memory, and begins to commit it to storage
+ 7. checkpoint.CheckpointManager.save     copies the state to shared memory, and starts committing it to storage
  8. checkpoint.CheckpointManager.drain    waits for that commit, until one second before the deadline at the latest
  9. train.worker.Worker.restart_group     raises GroupRestartError and exits, so that the idle node can shut down
 10. Ray Train                             starts a group on ray_internals.nodes.staying_nodes -> train.joining.Joining

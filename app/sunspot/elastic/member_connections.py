@@ -124,7 +124,7 @@ class MemberConnection:
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self._reader = FrameReader(most=NONCE_BYTES + PROOF_BYTES)
         self.silence_limit_s = AUTHENTICATE_S
-        "Seconds without a heartbeat after which the peer is lost."
+        "Seconds without a heartbeat after which the peer counts as lost."
         self.heard_at = now
         selector.register(opened, selectors.EVENT_READ, self)
         self.send(_frame(self._nonce))

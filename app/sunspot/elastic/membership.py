@@ -82,7 +82,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Close:
-    """Message that tells members that their generation has ended, so that its collectives will never complete."""
+    """Message that tells members that their generation has ended, so its collectives will never complete."""
 
     number: int
 
@@ -380,7 +380,9 @@ class Membership:
         return max(newest_whole(held, shards, self._degree), NO_STATE if arranged else -math.inf)
 
     def _over_limit(self, candidates: list[Member]) -> list[Member]:
-        """Return the candidates beyond the limit. Members of the newest generation take precedence over newcomers.
+        """Return the candidates beyond the limit.
+
+        Newcomers are dropped first. Members of the newest generation are dropped only if they alone exceed the limit.
 
         All members that leave at one change are on the same node, because the node that holds a shard and the node that
         holds its copy must not leave at the same change. If a member was lost, or if the members that would stay lack

@@ -72,8 +72,8 @@ MACHINE_ERRORS = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 """Connection errors raised if a machine does not answer. A process that ends closes its connection instead."""
 
 PROCESS_LIMIT_S = 10.0
-"""Seconds without a heartbeat after which a member is lost. A starved process, or one that holds the GIL, can be silent
-for seconds."""
+"""Seconds without a heartbeat after which a member counts as lost. A starved process, or one that holds the GIL, can be
+silent for seconds."""
 
 DECIDE_EVERY_S = 0.01
 """Pause in seconds of the server's thread, so that one pass receives the heartbeats of many members."""

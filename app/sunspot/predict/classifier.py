@@ -225,7 +225,8 @@ def answer_prompts(loaded: ModelCheckpoint, prompts: list[str], tokens: int, use
     if answer is None:
         raise SettingsError(
             f"{PREFIX}TASK={loaded.settings.task} does not define answer(model, prompts, tokens) -> texts, so its "
-            "models cannot answer prompts; use a model of sunspot.tasks.finetune, or define this function"
+            "models cannot answer prompts; define this function, or use a model that was trained with "
+            "sunspot.tasks.finetune"
         )
     texts = answer(restore_model(loaded).to(choose_device(use_gpu)).eval(), prompts, tokens)
     return {

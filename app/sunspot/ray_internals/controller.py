@@ -125,8 +125,8 @@ def replace_lost_alone(find_living: Callable[[], Collection[str]]) -> list[Any]:
 def end_lost(replicas: list[Any], find_living: Callable[[], Collection[str]]) -> None:
     """Shut down each replica group that has lost a worker.
 
-    A worker is lost if it is dead, or if it does not answer within ANSWER_S and `find_living` does not return its name.
-    After LIVING_S without an answer, it is lost in any case.
+    A worker counts as lost if it is dead, or if it does not answer within ANSWER_S and `find_living` does not return
+    its name. After LIVING_S without an answer, the worker counts as lost in any case.
     """
     asked = {
         worker.actor.clear_result_queue.remote(): (worker.actor._actor_id.hex(), replica)

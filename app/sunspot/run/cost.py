@@ -83,7 +83,10 @@ class Spending:
 
 
 class _Rate(NamedTuple):
-    """The number of an attempt's nodes, and the sums of their hourly prices. A sum is None if no price is known."""
+    """An attempt's node count, the number of nodes without a price, and the total hourly prices, actual and on-demand.
+
+    A total is None if no price of its kind is known.
+    """
 
     nodes: int
     unpriced: int
@@ -160,7 +163,7 @@ def hourly_price(attempt: Attempt) -> float | None:
 def _rate(attempt: Attempt) -> _Rate:
     """Count an attempt's nodes, and add up their hourly prices, both actual and on-demand.
 
-    The sums include the head's prices. A node with several workers counts once.
+    The totals include the head's prices. A node with several workers counts once.
     """
     from sunspot.settings import HEAD, PREFIX  # pydantic is slow to import, and most verbs do not need it
 

@@ -81,8 +81,8 @@ def read_verified(run: Run, schema: type[Record], *parts: str) -> Record:
 def read_content(storage: Storage, key: str, most: int = MAX_OBJECT_BYTES) -> bytes:
     """Return the bytes of an object.
 
-    Raises `DamageError` if there are more than `most` bytes, or if the object is a link that leads out of the storage
-    path.
+    Raises `DamageError` if there are more than `most` bytes, or if the object is a link that points outside the
+    storage path.
     """
     try:
         with storage.open(key) as stream:

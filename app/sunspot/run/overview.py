@@ -32,7 +32,7 @@ MAX_NAMED = 5
 """Largest number of similarly named runs that are suggested if a run does not exist."""
 
 LOST_AFTER_S = 3 * STATUS_EVERY_S + REQUEST_TRIES * READ_TIMEOUT_S
-"""Seconds of silence after which a run is lost. It allows for two failed status writes and slow storage."""
+"""Seconds of silence after which a run counts as lost. It allows for two failed status writes and slow storage."""
 
 STALLED_AFTER_S, STALLED_AFTER_STEPS = 20.0, 10
 """The limits after which a run without a new step counts as stalled, in seconds and in step times. Both must have

@@ -37,7 +37,7 @@ SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 def open_storage(storage_path: str, follow_links: bool = False) -> Storage:
     """Open the storage at a local path or `scheme://bucket/prefix`.
 
-    If `follow_links` is True, links may lead out of the storage path, as they do in Hugging Face's cache. Set it only
+    If `follow_links` is True, links may point outside the storage path, as they do in Hugging Face's cache. Set it only
     for files that the user chose. Raises `SettingsError` for an unknown scheme, and `RefusedStorageError` if the
     backend's client is not installed.
     """

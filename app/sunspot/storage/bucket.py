@@ -114,7 +114,7 @@ class Bucket(Storage):
 
     @abstractmethod
     def _begin_upload(self, key: str) -> PartUpload:
-        """Begin to upload an object in several parts."""
+        """Start uploading an object in several parts."""
 
     @abstractmethod
     def _list_pages(self, prefix: str) -> Iterator[ListingPage]:

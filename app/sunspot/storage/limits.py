@@ -85,7 +85,7 @@ class ProgressDeadline:
                     raise StorageError(silent if silent_s > self._limit_s / 2 else slow)
                 if silent_s > WARN_AFTER_S and not warned:
                     warned = True
-                    log.warning(f"{self._what}: {silent}; waiting for at most {left_s:.0f} s more")
+                    log.warning(f"{self._what}: {silent}; waiting up to {left_s:.0f} s more")
         except BaseException:
             self.passed = True
             raise

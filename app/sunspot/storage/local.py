@@ -46,7 +46,7 @@ FoundFiles = list[tuple[str, os.stat_result]]
 class LocalStorage(Storage):
     """A directory, local or on NFS. Renaming and linking are atomic on both, and `refresh` drops NFS caches.
 
-    The storage path can be a link, and links inside it are followed, but no key leads out of the storage path.
+    The storage path can be a link. Links inside it are followed only if they do not point outside the storage path.
     Otherwise, anyone who can write to a run's folder could make other users' commands read or delete files elsewhere.
     Each file is opened before its location is checked, so changing a link between the two steps has no effect.
     """
@@ -151,7 +151,7 @@ class LocalStorage(Storage):
         absent = (FileNotFoundError, NotADirectoryError)
         with _os_operation(self.locate(key)), contextlib.suppress(*absent), self.enter(folder) as descriptor:
             mode = self._stat(descriptor, key).st_mode
-            return S_ISREG(mode) or S_ISLNK(mode)  # a link out of the storage path exists, although it cannot be read
+            return S_ISREG(mode) or S_ISLNK(mode)  # a link that points outside exists, although it cannot be read
         return False
 
     def refresh(self, prefix: str) -> None:
@@ -222,7 +222,7 @@ class LocalStorage(Storage):
         return descriptor
 
     def _stat(self, folder: int, key: str) -> os.stat_result:
-        """Return the `stat` result of a key in its open folder. Links out of the storage path are not followed."""
+        """Return the `stat` result of a key in its open folder. Links to places outside are not followed."""
         name = _split(key)[1]
         own = os.stat(name, dir_fd=folder, follow_symlinks=False)
         if not S_ISLNK(own.st_mode):

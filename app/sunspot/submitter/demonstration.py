@@ -89,7 +89,7 @@ def demonstrate(run: Run, report: Report) -> Demonstration:
     if look(run).exists:
         remove_earlier(run)
         report(time.time(), f"removed an earlier demonstration from {run.location}")
-    report(time.time(), f"three processes start to train a ResNet-18 on the bundled digits, as the run {run.location}")
+    report(time.time(), f"three processes start training a ResNet-18 on the bundled digits, as the run {run.location}")
     with training(run) as trainer:
         begin = trainer.wait("the first step", lambda: receipts_of(run))[0]
         report(begin.first_step, "step 1: the three workers share the rows of each step")

@@ -114,10 +114,10 @@ def find_adapters() -> Mapping[str, Any]:
     return importlib.import_module("sunspot.adapters").ADAPTERS
 
 
-def refuse_missing_functions(module: ModuleType, settings: Settings, libraries: list[str]) -> None:
+def refuse_missing_functions(module: ModuleType, settings: Settings, selectors: list[str]) -> None:
     """Raise `SettingsError` if a PyTorch module lacks a required function.
 
-    The message also lists `libraries`, the functions that modules for other libraries define instead.
+    The message also lists `selectors`, the functions by which a module selects another library, such as `build_keras`.
     """
     needed = ("build_model",) if hasattr(module, "train") else ("build_model", "loss")
     missing = [name for name in needed if not hasattr(module, name)]
@@ -125,7 +125,7 @@ def refuse_missing_functions(module: ModuleType, settings: Settings, libraries: 
         raise SettingsError(
             f"SUNSPOT_TASK={settings.task}: {module.__file__} does not define {' or '.join(missing)}. "
             f"A plain PyTorch task must define {' and '.join(needed)}; a task for another library must define "
-            f"{', '.join(libraries[:-1])} or {libraries[-1]}"
+            f"{', '.join(selectors[:-1])} or {selectors[-1]}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Starts the process that delivers a run to a tracking service while the run trains.
+"""Starts the process that delivers a run's records to a tracking service while the run trains.
 
 Delivery has its own process, so that training does not depend on the service: importing the service's library takes
 seconds and about 180 MB, and the service can hang.
@@ -71,7 +71,7 @@ def find_mlflow_problem(address: str) -> str:
 
 @contextmanager
 def tracked(run: Run, settings: Settings, driver: str = "") -> Iterator[None]:
-    """Context manager that delivers the run to the service in TRACKING.
+    """Context manager that delivers the run's records to the service in TRACKING.
 
     On exit, waits up to FINISH_TIMEOUT_S for the delivery of the last records.
 

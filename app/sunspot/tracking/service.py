@@ -24,7 +24,7 @@ class RefusedError(TrackingError):
 
 
 class RunIdentity(NamedTuple):
-    """The ID, name and location of the run to deliver."""
+    """The ID, name and location of the run whose records are delivered."""
 
     id: str
     "A unique ID. A run that replaces a deleted run has a different ID."
@@ -53,7 +53,7 @@ class Service(ABC):
     returns."""
 
     def __init__(self, project: str, identity: RunIdentity) -> None:
-        """Prepare to deliver a run to a project (an experiment, in MLflow's terms)."""
+        """Prepare to deliver a run's records to a project (an experiment, in MLflow's terms)."""
         self._project, self._identity = project, identity
 
     def find_or_create(self) -> str:

@@ -24,7 +24,7 @@ The modules are used in this order:
 One step, from its rows to the beginning of the next step
 ---------------------------------------------------------
  1. run.TrainingRun.batches        takes this worker's rows of the step from the loader (`data.order` assigns them)
- 2. worker.Worker.begin_step       in survivor mode, begins to exchange the rows' IDs (AUDIT). If the model has changed
+ 2. worker.Worker.begin_step       in survivor mode, starts exchanging the rows' IDs (AUDIT). If the model has changed
                                    since the previous step ended, StepUndo renews its copies
  3. run.TrainingRun.parts          splits the rows into parts that fit in memory (MICRO_BATCH_SIZE)
  4. loop.take_step                 runs the forward and backward pass of each part
@@ -42,7 +42,7 @@ One step, from its rows to the beginning of the next step
                                    rank 0 decided after this step or the previous one: to save, copy, report, stop,
                                    restart or form a new group. It also saves after each epoch and every
                                    CHECKPOINT_EVERY_STEPS steps, and evaluates after an epoch
- 9. checkpoint.CheckpointManager.save  is called in item 8. It begins to copy the state if a copy or a checkpoint
+ 9. checkpoint.CheckpointManager.save  is called in item 8. It starts copying the state if a copy or a checkpoint
                                    is due
 
 If a worker is lost in items 2 to 9, a collective raises an error on the other workers, or `Worker` raises RegroupError.

@@ -263,7 +263,7 @@ class TrainingRun:
 
     def _step(self) -> Step:
         if self._open is None:
-            raise self._error("used the run between two steps; take a batch from run.batches() first")
+            raise self._error("called a run method that needs an open batch; take a batch from run.batches() first")
         return self._open
 
     def _begin_pass(self, rows: int, weight: float) -> None:

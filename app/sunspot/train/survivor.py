@@ -183,7 +183,7 @@ class Survivor:
             self._free_memory()
 
     def write_outputs(self, outputs: ExitStack) -> None:
-        """Start to write a group's outputs to storage. They are written while the next group forms."""
+        """Start writing a group's outputs to storage. The outputs are written while the next group forms."""
         self._outputs = close_outputs(outputs)
 
     def prepare(self, build: Callable[[], Learner]) -> None:

@@ -458,5 +458,5 @@ class Worker:
 
 
 def close_outputs(outputs: ExitStack) -> Future[None]:
-    """Start to write the rest of a worker's outputs to storage. Return a future that is done when they are written."""
+    """Start writing a worker's remaining outputs to storage. Return a future that is done once they are written."""
     return start_thread(outputs.pop_all().close, "outputs")

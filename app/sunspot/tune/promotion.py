@@ -55,7 +55,7 @@ def begin_attempt(run: Run, owner: str, environment: Mapping[str, str], origin: 
 
 
 def promote(run: Run, owner: str, environment: Mapping[str, str], trial: Run, name: str) -> Checkpoint:
-    """Make a copy of the trial's checkpoint `name` the only checkpoint of the search `run`.
+    """Replace the checkpoints of the search `run` with a copy of the trial's checkpoint `name`, and return the copy.
 
     `environment` holds the trial's settings. An interrupted call can be repeated. Raises `DamageError` if the
     checkpoint does not match its manifest, `NotFoundError` if it was deleted, `StorageError` if storage fails, and

@@ -59,7 +59,7 @@ class RefreshingValue(Generic[Value]):
         self._lock = threading.Lock()
 
     def get(self, wait_s: float) -> Reading[Value]:
-        """Return the newest reading. If a read is due or running, wait for it for at most `wait_s` seconds."""
+        """Return the newest reading. If a read is due or running, wait up to `wait_s` seconds for it."""
         with self._lock:
             if (self._future is None or self._future.done()) and time.monotonic() >= self._due:
                 self._future = start_thread(self._refresh, "refresh")

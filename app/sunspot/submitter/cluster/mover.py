@@ -113,7 +113,7 @@ class Mover:
         return RunAccess(access.run, self.clusters().get(place, access.cluster), access.cluster_error)
 
     def attend(self, access: RunAccess, snapshot: RunSnapshot) -> Submission | None:
-        """Begin to move the run in the background if another place is better.
+        """Start moving the run in the background if another place is better.
 
         Returns the new RayJob once the run has moved, and None until then.
         """

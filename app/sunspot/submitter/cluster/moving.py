@@ -176,6 +176,6 @@ def _start_again(access: RunAccess, left: RunJob) -> None:
         resume_run(access, snapshot, take_over=True)  # the new workers may have lived a moment ago
     except SunspotError as error:
         raise ClusterError(
-            f"{access.run.name} has stopped for its move, and could not be started again in {left.place}: {error}; "
-            f"`sunspot resume {access.arguments}` starts it there"
+            f"{access.run.name} was stopped for the move, but could not be started again in {left.place}: {error}; "
+            f"run `sunspot resume {access.arguments}` to start it there"
         ) from error

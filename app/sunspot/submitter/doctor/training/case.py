@@ -38,11 +38,14 @@ class Case:
         return self.seen.attempts[-1] if self.seen.attempts else None
 
     def setting(self, name: str) -> str:
-        """Return the newest attempt's value of a setting, as text."""
+        """Return a setting's value in the newest attempt, or its default, as text."""
         return recorded_setting(self.seen.attempts, name)
 
     def number(self, name: str) -> float:
-        """Return the newest attempt's value of a setting, as a number."""
+        """Return a setting's value in the newest attempt, or its default, as a number.
+
+        Raises `DamageError` if the value is not a number.
+        """
         return recorded_number(self.seen.attempts, name)
 
     def host(self, attempt: int, rank: int) -> str:
