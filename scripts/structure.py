@@ -32,7 +32,7 @@ BUDGETS = {
     "baseline": 90,
     "checkpoint": 2610,
     "data": 4070,
-    "elastic": 2950,
+    "elastic": 2970,
     "machine": 250,
     "observe": 480,
     "parallel": 1060,
@@ -52,7 +52,7 @@ BUDGETS = {
     "tasks": 1150,
     "templates": 90,
     "tracking": 740,
-    "train": 4480,
+    "train": 4490,
     "tune": 560,
     "ui": 850,
 }

@@ -168,12 +168,13 @@ def test_a_bug_in_the_task_ends_the_run_at_once_and_its_location_is_reported(
 
 @pytest.mark.slow
 def test_a_stop_request_ends_a_run_that_waits_for_nodes(program: Program, set_constants: SetConstants) -> None:
+    set_constants("sunspot.train.group", NO_ROOM_S=0.2)
     set_constants("sunspot.run.outcome", DRIVER_CHECK_EVERY_S=0.2)
     run = the_run(program)
     training = program.begin(RESOURCES_PER_WORKER='{"CPU": 100}')
     wait_until(lambda: read_status(run) is not None, training)
     request_stop(run, "test")
-    assert training.result(50) == 0, "no node has room for a worker, so the run does not wait for a group"
+    assert training.result(50) == 0, "no node has room for a worker, so the run waits for a group only for NO_ROOM_S"
 
     status = read_status(run)
     assert status

@@ -225,6 +225,20 @@ def test_an_unreachable_node_has_no_room_for_workers() -> None:
     assert cluster.run_for(60, group(1, "a"), A, B, C) == [(SETTLED_S, "scale_up: 1 -> 2 workers")]
 
 
+def test_the_time_without_room_for_a_worker_begins_when_the_last_node_is_gone() -> None:
+    cluster = FakeCluster(WorkerRange(1, 3))
+
+    def seconds_after(*nodes: dict[str, Any], draining: tuple[str, ...] = ()) -> float:
+        cluster.run_for(20, {}, *nodes, draining=draining)
+        return cluster.monitor.without_room_s(cluster.now)
+
+    assert seconds_after(A) == 0
+    assert seconds_after(A, draining=("a",)) == 0, "a draining node still has its memory"
+    assert seconds_after() == 20
+    assert seconds_after() == 40
+    assert seconds_after(B) == 0
+
+
 def test_a_node_that_comes_and_goes_causes_no_restart() -> None:
     cluster = FakeCluster(WorkerRange(1, 2))
     for _ in range(10):

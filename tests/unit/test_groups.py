@@ -51,15 +51,27 @@ def test_spot_nodes_that_come_and_go_do_not_change_the_request() -> None:
         assert story.after(5, ondemand=4) == [4, 4]
 
 
-def test_a_run_returns_later_each_time_to_spot_nodes_that_went_again() -> None:
+def test_a_run_waits_longer_before_each_return_to_spot_nodes_that_are_lost_again() -> None:
     story = Story(SPOT, ON_DEMAND)
     story.after(301)
-    for wait_s in (300, 600, 1200):
+    for wait_s in (300, 600, 1200, 1800, 1800):
         assert story.after(wait_s - 1, spot=4, ondemand=4) == [4, 4]
         assert story.after(1, spot=4, ondemand=4) == [4, 0]
         assert story.after(301, ondemand=4) == [4, 4]
-    story.after(7200, ondemand=4)
-    assert story.after(300, spot=4, ondemand=4) == [4, 0], "the earlier losses are forgotten"
+    story.after(1800, spot=4, ondemand=4)
+    story.after(7200, spot=4)
+    assert story.after(300) == [4, 4]
+    assert story.after(300, spot=4, ondemand=4) == [4, 0], "a loss two hours after the return counts as the first"
+
+
+def test_a_run_also_waits_longer_if_only_some_spot_nodes_are_lost_again() -> None:
+    story = Story(SPOT, ON_DEMAND)
+    assert story.after(301, spot=1) == [4, 3]
+    assert story.after(300, spot=3, ondemand=3) == [4, 1]
+    assert story.after(300, spot=2, ondemand=3) == [4, 2]
+    assert story.after(300, spot=1, ondemand=3) == [4, 3], "the nodes of one loss can go one after the other"
+    assert story.after(599, spot=3, ondemand=3) == [4, 3]
+    assert story.after(1, spot=3, ondemand=3) == [4, 1]
 
 
 def test_a_run_keeps_one_on_demand_worker_and_requests_spot_nodes_for_the_others() -> None:

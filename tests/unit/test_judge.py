@@ -691,8 +691,10 @@ def test_a_restart_error_is_recognized_by_its_class_and_is_not_a_failure(control
     assert DefaultFailurePolicy(ALWAYS_CONTINUE).make_decision(group.get_worker_group_error()) is FailureDecision.RETRY
 
     callback = FailureCallback(control, FailureJudge(control, 0))
+    control.channel.begin_group(worker_group(1))
     callback.after_exception(None, group.errors)
-    assert not control.told
+    assert control.told == [("end_group", ())], "no failure is counted"
+    assert not control.channel.has_group(), "a stop request does not wait for a group that has ended"
     with pytest.raises(ControllerError) as raised:
         callback.after_exception(None, {1: ValueError(str(GroupRestartError()))})
     assert control.channel.begin_group(worker_group(1)).loss == "rank 1: the worker group is ending for a restart"

@@ -33,9 +33,9 @@ shuts down dead and unresponsive workers that Ray is about to replace.
 A loss in survivor mode, from the last packet of a process to the next step
 ---------------------------------------------------------------------------
 These functions and classes take part. Step 3 often begins before steps 1 and 2, because the kernel closes the
-connections of a killed process at once, and gloo then raises an error. `Survivor.outlives` therefore waits up to
-CLOSED_WITHIN_S (3 s) for the message of step 2. In a run on GPUs, gloo can raise this error, too, because decisions
-and the exchange of row IDs (AUDIT) always use gloo.
+connections of a killed process at once, and gloo then raises an error. After such an error, `Survivor.outlives` waits
+up to CLOSED_WITHIN_S (3 s) for the message of step 2. In a run on GPUs, gloo can raise this error, too, because
+decisions and the exchange of row IDs (AUDIT) always use gloo.
 
  1. membership_channel.MembershipServer   declares the process lost (`declare_lost`, called by MemberConnections),
                                           reports the loss for its receipt (`_note_loss`), and tells the other members
@@ -46,27 +46,34 @@ and the exchange of row IDs (AUDIT) always use gloo.
                                           but with wrong sums
  3. train.loop.train_in_group             catches the error that ends the step. The error comes from a gloo collective,
                                           from `StepGuard` if NCCL's sums were aborted, or from `Worker` if the worker
-                                          sees that its group has ended. At the end of `train_in_group`, the hooks on
-                                          the model are removed (`TrainingRun.close`), and the threads that belong to
-                                          the group end (`Joining`). `train_in_groups` then abandons the group, and
-                                          joins the next one
+                                          sees that its group has ended. The hooks on the model are removed
+                                          (`TrainingRun.close`), a thread starts writing the group's remaining logs,
+                                          metrics and status (`Survivor.write_outputs`), and the group's other threads
+                                          end (`Joining`). `train_in_groups` then abandons the group, and joins the next
+                                          one
  4. train.survivor.Survivor               decides whether the process can join another group after this error
-                                          (`outlives`), and keeps the state for that group (`abandon_group`). Commits
-                                          of checkpoints that have not begun are dropped, and the others continue
-                                          (`CheckpointManager.leave_group`)
+                                          (`outlives`), before the threads of step 3 end. If it cannot, it tells the
+                                          server that no other group follows (`end`). Otherwise, it keeps the learner
+                                          for that group (`abandon_group`). Commits of checkpoints that have not begun
+                                          are dropped, and the others continue (`CheckpointManager.leave_group`)
  5. train.step_guard.StepGuard            decides whether the abandoned step counts. It counts if `Worker.finish_step`
                                           has accepted it, unless the GPU has cancelled it because the step's sums
                                           were aborted. train.undo.StepUndo then restores the state after the newest
                                           step that counts. If StepUndo cannot restore it, the process keeps no state,
-                                          and gets another worker's. Under hsdp, a worker that waits for the others
+                                          and gets another worker's. If no worker has the state, all return to the
+                                          newest copy or checkpoint. Under hsdp, a worker that waits for the others
                                           before its optimizer's step asks the server whether to take this step
                                           (parallel.step_barrier.StepBarrier). On a CPU, under ddp, each accepted step
-                                          counts at once
+                                          counts at once, before the rest of `finish_step`. "One step" in
+                                          train/__init__.py says what StepUndo copies
  6. train.joining.Joining                 makes the process a worker of the next group. Its methods `form`, `claim` and
-                                          `build` lead to steps 7, 8 and 9
+                                          `build` lead to steps 7, 8 and 9. Each group has its own attempt, Worker,
+                                          CheckpointManager, watchdog and log
  7. membership.Membership                 decides that the group forms (`decide`) once all living members have asked to
-                                          join it. They ask in `Survivor.form`, and ProcessGroups connects them.
-                                          Membership also decides in step 1 that a group has ended
+                                          join it, and SETTLE_S (0.05 s) after the newest request or loss. Members keep
+                                          their order, and new processes get the ranks after them. They ask in
+                                          `Survivor.form`, and ProcessGroups connects them. Membership also decides in
+                                          step 1 that a group has ended
  8. claim.agree_on_start                  finds out which ranks have the newest state (`choose_live`), and claims an
                                           attempt that starts from it (`claim_in_place`). Storage accepts only one claim
                                           of each attempt, and an attempt counts once its start is recorded
@@ -75,9 +82,9 @@ and the exchange of row IDs (AUDIT) always use gloo.
                                           gives the learner its place in the group and discards its gradients
                                           (`Learner.move`), loads a received state, and compares all ranks' parameters.
                                           If they are equal, train.joining.build_worker makes the worker, and the loop
-                                          takes the next step, or repeats the interrupted step or evaluation. If they
-                                          differ, all ranks form another group, which returns to the newest copy or
-                                          checkpoint
+                                          takes the next step, or repeats the interrupted step or evaluation (at most
+                                          EVALUATION_TRIES times). If the parameters differ, all ranks form another group,
+                                          which returns to the newest copy or checkpoint
 
 The receipt of the loss begins in step 1: control.ControlChannel.add_loss passes the loss to merged_incidents.Incidents.
 In step 9, rank 0 gets the merged incident (train.reporter.Reporter.announce, control.ControlChannel.begin_group). After
@@ -91,8 +98,8 @@ only its own process exits (train.replacement.end_replacement).
 
 These types describe the state on its way to the next group:
 
-- copies.LiveState names the state that one survivor has. train.survivor.StateMetadata contains everything in this
-  state except its tensors.
+- copies.LiveState names the state that one survivor has. train.survivor.StateMetadata contains the state's
+  metrics and consumed rows. The tensors stay in the learner.
 - copies.SurvivingState names the newest of these states, and the ranks that have it.
 - claim.StartPoint is what the next group starts from: a SurvivingState, a copy in memory, a checkpoint, or nothing.
 - restore.TrainingState is the loaded or received state. It contains no tensors on a rank that already has them.

@@ -154,6 +154,10 @@ class ControlChannel:
             failed_replacements=self._unjudged_replacements,
         )
 
+    def end_group(self) -> None:
+        """Record that the newest group has ended, because its workers restart."""
+        self._has_group = False
+
     def start_next_group(self, line: str) -> None:
         """Log why another group starts, and forget how the previous group ended."""
         self.log(line)
@@ -240,7 +244,7 @@ class ControlChannel:
         return self._step_times
 
     def has_group(self) -> bool:
-        """Return True if a worker group has begun and has not failed."""
+        """Return True if a worker group has begun and has not ended."""
         return self._has_group
 
     def fetch_news(self) -> News:

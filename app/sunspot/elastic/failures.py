@@ -178,6 +178,8 @@ class FailureJudge:
         whether another trainer starts.
         """
         if any(isinstance(error, GroupRestartError) for error in errors.values()):
+            if not self._survivor_mode:
+                self._control.send(ControlChannel.end_group)
             return not self._survivor_mode
         if any(getattr(error, "preempted", False) for error in errors.values()):
             return True

@@ -6,6 +6,10 @@ from typing import Any
 from sunspot.places.experience import FORGOTTEN_AFTER_S
 from sunspot.settings import NodeGroup
 
+LONGEST_RETURN_S = 1800.0
+"""Maximum number of seconds by which repeated losses can delay a return to an earlier group. Until the return, nodes of
+both groups cost money."""
+
 
 class GroupChoice:
     """Decides how many workers to request from each node group.
@@ -13,8 +17,9 @@ class GroupChoice:
     The first group is always asked for its maximum number of workers, so that its nodes come as soon as they are
     available. A later group is asked for the workers beyond the earlier groups' maximum. If the earlier groups
     lack nodes for longer than the later group's `after_s`, the later group is also asked for the missing workers. This
-    additional request ends once the earlier groups have had enough nodes for just as long. This time doubles with each
-    further additional request within FORGOTTEN_AFTER_S, so that a run does not keep returning to nodes that go again.
+    additional request ends once the earlier groups have had enough nodes for just as long. This time doubles, up to
+    LONGEST_RETURN_S, if nodes are missing again within FORGOTTEN_AFTER_S, so that a run does not keep returning to
+    nodes that go again.
     """
 
     def __init__(self, groups: Sequence[NodeGroup], workers: int) -> None:
@@ -22,8 +27,10 @@ class GroupChoice:
         self._asked: dict[str, int] = {}
         self._agreed: dict[str, float] = {}
         "Last time at which exactly as many workers as needed were requested from each group."
-        self._fallbacks: dict[str, list[float]] = {group.name: [] for group in groups}
-        "Times at which an additional request to each group began."
+        self._return_after_s = {group.name: group.after_s for group in groups}
+        "Seconds for which earlier groups must have enough nodes before the additional request to each group ends."
+        self._returned: dict[str, float] = {}
+        "Time at which the request to each group was last reduced, until it is raised again."
 
     def choose(self, room: Mapping[str, int], now: float) -> dict[str, int]:
         """Return the number of workers to request from each group, keyed by the group's name.
@@ -42,19 +49,23 @@ class GroupChoice:
             asked = self._asked.setdefault(name, max(always, min(group.most, there)))
             if asked == needed:
                 self._agreed[name] = now
-            elif now - self._agreed.setdefault(name, now) >= self._wait_s(group, asked < needed, now):
-                if asked == always:
-                    self._fallbacks[name].append(now)
+                continue
+            more = asked < needed
+            if now - self._agreed.setdefault(name, now) >= (group.after_s if more else self._return_after_s[name]):
+                if more:
+                    self._prolong_wait(group, now)
+                else:
+                    self._returned[name] = now
                 self._asked[name], self._agreed[name] = needed, now
         return dict(self._asked)
 
-    def _wait_s(self, group: NodeGroup, more: bool, now: float) -> float:
-        """Return for how many seconds the need must differ from the request before the request changes.
-
-        `more` is True if more workers would be requested from the group.
-        """
-        recent = [time for time in self._fallbacks[group.name] if now - time < FORGOTTEN_AFTER_S]
-        return group.after_s if more else group.after_s * 2 ** max(0, len(recent) - 1)
+    def _prolong_wait(self, group: NodeGroup, now: float) -> None:
+        """Double the wait before the next return to the earlier groups if nodes are missing soon after a return."""
+        returned = self._returned.pop(group.name, None)
+        if returned is None:
+            return
+        longer_s = min(2 * self._return_after_s[group.name], max(group.after_s, LONGEST_RETURN_S))
+        self._return_after_s[group.name] = longer_s if now - returned < FORGOTTEN_AFTER_S else group.after_s
 
     def groups_of(self, nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         """Return the group of each node (as in `ray.nodes()`), or an empty string if its resources name no group."""

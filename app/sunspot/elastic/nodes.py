@@ -1,5 +1,6 @@
 """Watches the cluster's nodes for preemptions, losses, better nodes, and room to scale up."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -84,6 +85,8 @@ class NodeMonitor:
         "Number of workers to request from each node group."
         self._ended = 0
         "Attempt number of the last group with an event, or 0. Attempts are numbered from 1."
+        self._no_room_since = math.inf
+        "Time since which no live node has had room for a worker, or infinity if a node has room."
         self._room: dict[str, int] = {}
         self._since = 0.0
         self._tries = 0
@@ -91,6 +94,13 @@ class NodeMonitor:
     def limit(self, most: int) -> None:
         """Change the maximum number of workers."""
         self._workers = self._workers._replace(most=most)
+
+    def without_room_s(self, now: float) -> float:
+        """Return for how many seconds no live node has had room for a worker, or 0 if a node has. Draining nodes count.
+
+        `now` is the current `time.monotonic()`.
+        """
+        return max(0.0, now - self._no_room_since)
 
     def check(
         self,
@@ -103,6 +113,7 @@ class NodeMonitor:
 
         `nodes` is `ray.nodes()`, and `draining` is `draining_nodes()`. `now` is the current `time.monotonic()`.
         """
+        self._no_room_since = math.inf if find_room(nodes, self.per_worker) else min(now, self._no_room_since)
         room = find_room([node for node in nodes if node["NodeID"] not in draining], self.per_worker)
         if room != self._room:
             self._room = room

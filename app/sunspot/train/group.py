@@ -81,7 +81,13 @@ NO_GROUP_S = 60.0
 """Maximum number of seconds that a run waits for a worker group before `sunspot stop` or a move ends the run.
 
 A group that starts within this time can still save the steps that are only in the nodes' memory. Otherwise, the run
-ends without saving. If no node has room for a worker, the run does not wait, because no node has such steps.
+ends without saving.
+"""
+
+NO_ROOM_S = 30.0
+"""Seconds without room for a worker on any node after which the run no longer waits for a worker group.
+
+Within this time, a container can restart, or a pod can join a new head. Their shared memory still has the newest steps.
 """
 
 NO_RESIZE_S = 1e9
@@ -104,6 +110,7 @@ class TrainingContext:
     "The members of the group in survivor mode, or None in restart mode."
     workers: WorkerRange
     resources: Resources
+    nodes: NodeMonitor
     scratch: str
     "A folder for Ray's own files."
 
@@ -167,7 +174,7 @@ def open_context(
         monitor = NodeMonitor(resources.per_worker, given, usable, lag_s, choice)
         stack.enter_context(supervised(control, stop_request, monitor, membership, wanted))
         scratch = stack.enter_context(tempfile.TemporaryDirectory())
-        yield TrainingContext(plan, claimant, stop_request, control, membership, workers, resources, scratch)
+        yield TrainingContext(plan, claimant, stop_request, control, membership, workers, resources, monitor, scratch)
 
 
 def choose_node_groups(settings: Settings) -> GroupChoice | None:
@@ -209,10 +216,10 @@ def train_group(context: TrainingContext, start: TrainerStart) -> GroupOutcome:
         if not request.asked or control.call_or_none(ControlChannel.has_group) is not False:
             lacking_since = None
             return False
-        lacking_since = lacking_since or time.monotonic()
-        if request.signal is not None or time.monotonic() - lacking_since > NO_GROUP_S:
-            return True
-        return not find_room(staying_nodes(), context.resources.per_worker)
+        now = time.monotonic()
+        lacking_since = lacking_since or now
+        waited = now - lacking_since > NO_GROUP_S or context.nodes.without_room_s(now) > NO_ROOM_S
+        return request.signal is not None or waited
 
     error: Exception | None = None
     limit_s = settings.hang_timeout_s + FIRST_STEP_S if settings.hang_timeout_s else math.inf
