@@ -126,7 +126,7 @@ def test_a_lightning_run_restarts_after_a_preemption_notice_and_can_be_stopped(
         request_stop(run, "a test")
         output = process.communicate(timeout=240)[0]
     assert process.returncode == 0, output
-    assert "stopped at step" in output
+    assert "stopped by `sunspot stop` at step" in output
     assert 0 < newest(run).step < 3000
     assert read_failures(run) == [], "workers that end for a restart have not failed"
     assert_audit_clean(program)

@@ -119,7 +119,7 @@ def test_nested_arrow_views_are_read(tmp_path: Path, values: list[Any], stored: 
     ],
     ids=str,
 )
-def test_errors_about_types_that_are_not_numeric_include_the_type(
+def test_errors_about_types_that_are_not_numeric_name_the_type(
     tmp_path: Path, form: Any, values: list[Any], stored: pa.DataType
 ) -> None:
     with refusal(DataError, "but the task declares numbers of type float32"):

@@ -217,7 +217,7 @@ def test_image_names_must_be_valid_utf_8(tmp_path: Path) -> None:
         open_rows(location)
 
 
-def test_errors_about_invalid_images_include_their_paths(tmp_path: Path) -> None:
+def test_errors_about_invalid_images_name_the_paths(tmp_path: Path) -> None:
     location = put_files(tmp_path, "cat/a.png", "dog/a.png")
     (tmp_path / "dog" / "b.png").touch()
     with pytest.raises(DataError) as error:

@@ -335,7 +335,7 @@ HOLED = pa.ExtensionArray.from_storage(
         (HOLED, ("null",)),
     ],
 )
-def test_errors_about_invalid_images_include_file_and_row(tmp_path, image, parts):
+def test_errors_about_invalid_images_name_the_file_and_row(tmp_path, image, parts):
     good = pa.concat_arrays([image[:1]] * 3)
     path = write(tmp_path / "a.parquet", pa.concat_arrays([good, image]), range(5), row_group_size=3)
     source = open_images(str(path))
@@ -360,7 +360,7 @@ def test_images_of_different_shapes_are_rejected(tmp_path):
         open_images(str(tmp_path))
 
 
-def test_errors_about_damaged_files_include_the_path(tmp_path):
+def test_errors_about_damaged_files_name_the_path(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"not parquet at all")
     with refusal(DataError, "a.parquet", "not a Parquet file"):
         open_images(str(tmp_path))

@@ -146,7 +146,7 @@ def test_a_run_that_fails_again_shows_the_reason_for_the_newest_failure(run: Run
         assert state(run) == (RunState.FAILED, reason)
 
 
-def test_the_failure_of_a_first_driver_is_recorded_only_if_the_run_was_submitted(tmp_path: Path) -> None:
+def test_a_failure_of_the_first_driver_is_recorded_only_if_the_run_was_submitted(tmp_path: Path) -> None:
     run = open_run(str(tmp_path), "typo")
     for submitted in (False, True):
         if submitted:

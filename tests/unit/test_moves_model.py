@@ -266,7 +266,7 @@ class Moves(RuleBasedStateMachine):
         return request is not None and request.old == str(job.owner)
 
     def end_for_move(self, job: Job) -> None:
-        """End if the move has not been cancelled since the workers began to save. Otherwise, resume training."""
+        """End if the move has not been cancelled since the workers started saving. Otherwise, resume training."""
         if not self.is_asked_to_move(job):
             self.train(job)
             return

@@ -239,7 +239,7 @@ class Groups(Protocol):
         elif change == "forget":  # sharded states and broken steps go back to a copy
             for member in members:
                 member.live = None
-        elif change == "fall behind" and len(members) > 1:  # the first member has begun to change parameters again
+        elif change == "fall behind" and len(members) > 1:  # the first member has started changing parameters again
             members[0].live = None
             for member in members[1:]:
                 assert member.live
@@ -277,7 +277,7 @@ class Groups(Protocol):
 
 
 class Behind(Groups):
-    """Groups in which only the first member has begun to change parameters again."""
+    """Groups in which only the first member has started changing parameters again."""
 
     changes: ClassVar[list[str]] = ["fall behind"]
 

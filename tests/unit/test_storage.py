@@ -509,7 +509,7 @@ def below_a_file(tmp_path: Path) -> LocalStorage:
         lambda storage: prove(storage, "run/a"),
     ],
 )
-def test_errors_of_local_storage_include_the_path(below_a_file: LocalStorage, act: Callable[[Storage], Any]) -> None:
+def test_errors_of_local_storage_name_the_path(below_a_file: LocalStorage, act: Callable[[Storage], Any]) -> None:
     with pytest.raises(StorageError, match=r"/file/runs/run/a.*: Not a directory; check that SUNSPOT_STORAGE_PATH"):
         act(below_a_file)
 

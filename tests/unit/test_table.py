@@ -241,7 +241,7 @@ def test_a_dataset_saved_by_hugging_face_datasets_is_read_unchanged(tmp_path: Pa
         open_table(Settings(dataset=str(tmp_path)), columns)
 
 
-def test_errors_about_damaged_saved_datasets_include_the_file(tmp_path: Path) -> None:
+def test_the_error_for_a_damaged_saved_dataset_names_the_file(tmp_path: Path) -> None:
     save_dataset(tmp_path / "data", [pa.table({"x": [1.0]})])
     file = tmp_path / "data" / "data-00000-of-00001.arrow"
     file.write_bytes(file.read_bytes()[:100])
@@ -294,9 +294,7 @@ def test_the_fingerprint_depends_on_content_and_declaration(tmp_path: Path) -> N
         ([b"", b"", b""], Column("uint8", (1, 2, 2), decode=Resized((1, 2, 2))), ["row 0: x is not a PNG"]),
     ],
 )  # fmt: skip
-def test_errors_about_invalid_values_include_the_row(
-    tmp_path: Path, values: Any, column: Column, said: list[str]
-) -> None:
+def test_errors_about_invalid_values_name_the_row(tmp_path: Path, values: Any, column: Column, said: list[str]) -> None:
     source = open_column(tmp_path, values, column)
     with refusal(DataError, "one.parquet", *said):
         everything(source)

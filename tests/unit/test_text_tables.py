@@ -125,7 +125,7 @@ def test_held_out_and_predicted_labels_use_the_training_classes(tmp_path: Path) 
         (["0", "3000000000"], "row 1 (line 3): label is 3000000000; it must be an integer from 0 to 2147483647"),
     ],
 )
-def test_errors_about_invalid_labels_include_the_row(tmp_path: Path, labels: list[str], said: str) -> None:
+def test_errors_about_invalid_labels_name_the_row(tmp_path: Path, labels: list[str], said: str) -> None:
     write(tmp_path / "a.csv", "label,x\n" + "".join(f"{label},1\n" for label in labels))
     with refusal(DataError, "a.csv", said):
         open_text(tmp_path / "a.csv", **LABEL)
@@ -270,7 +270,7 @@ def test_large_json_integers_that_fit_a_float64_are_read(tmp_path: Path) -> None
     ("between", "named"),
     [("\n", "row 2 (line 3): x is null"), ("\n\n", "row 2 (line 5): x is null"), (" ", "row 2: x is null")],
 )
-def test_errors_about_json_rows_include_the_line(tmp_path: Path, between: str, named: str) -> None:
+def test_errors_about_json_rows_name_the_line(tmp_path: Path, between: str, named: str) -> None:
     path = write(tmp_path / "a.jsonl", between.join(('{"x": 1}', '{"x": 2}', '{"x": null}')))
     with refusal(DataError, f"a.jsonl, {named}; fill it in, or remove the row"):
         everything(open_text(path, x=Column()))

@@ -110,7 +110,7 @@ def test_color_images_become_channels_first() -> None:
         (2**70, ["row 5: the input is an int of object"]),
     ],
 )
-def test_errors_about_invalid_items_include_the_row(item: Any, says: list[str]) -> None:
+def test_errors_about_invalid_items_name_the_row(item: Any, says: list[str]) -> None:
     with refusal(DataError, *says):
         to_columns(item, "row 5")
 
@@ -196,7 +196,7 @@ def test_the_error_for_a_mismatched_row_includes_the_row_number(opened: Opener) 
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_errors_in_the_dataset_include_the_row_and_line(together: bool, opened: Opener) -> None:
+def test_errors_in_the_dataset_name_the_row_and_line(together: bool, opened: Opener) -> None:
     def fail(number: int) -> Any:
         if number == 3:
             raise FileNotFoundError("3.png")

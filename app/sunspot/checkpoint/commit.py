@@ -55,7 +55,7 @@ REMOVAL_S = 30.0
 """Time limit in seconds for removing an abandoned commit's uploads. The next commit removes the rest."""
 
 BEGUN = "sunspot-commit"
-"""Key in the group's store for the step of the newest snapshot that rank 0 has begun to commit."""
+"""Key in the group's store for the step of the newest snapshot that rank 0 has started committing."""
 
 WRITTEN = "sunspot-written-{}"
 """Key in the group's store that exists once all parts of a checkpoint are in storage."""
@@ -153,7 +153,7 @@ class CheckpointCommitter:
         self._waiting: list[Snapshot] = []
         """The snapshots that wait for their commit, ordered by step.
 
-        On ranks other than 0, they include older snapshots that rank 0 has begun to commit.
+        On ranks other than 0, they include older snapshots that rank 0 has started committing.
         """
         self._committing: Snapshot | None = None
         self._closing = False
@@ -245,7 +245,7 @@ class CheckpointCommitter:
             self._thread.join()
 
     def abandon(self) -> None:
-        """Start no more commits, because the group has ended.
+        """Start no more commits. Call this once the group has ended.
 
         A commit in progress still finishes, unless the state is sharded. A sharded commit is stopped, because other
         ranks might not write their parts.

@@ -42,7 +42,7 @@ class RowExchange:
     """Exchanges the rows of one step between all workers."""
 
     def __init__(self, group: dist.ProcessGroup, step: int, rows: torch.Tensor | None, most: int) -> None:
-        """Begin the exchange. Each worker sends `most` row IDs, int64 [most], padded with -1."""
+        """Start the exchange. Each worker sends `most` row IDs, int64 [most], padded with -1."""
         mine = torch.full((most,), -1, dtype=torch.int64)
         if rows is not None:
             mine[: len(rows)] = rows

@@ -123,9 +123,9 @@ class CheckpointManager:
         return checkpoint_name(step, self._attempt.number, self._attempt.nonce)
 
     def begin_step(self, step: int, rows: torch.Tensor | None, step_rows: int) -> None:
-        """Start exchanging this worker's row IDs, int64 [B], with the other workers.
+        """Start exchanging row IDs with the other workers, without waiting for them.
 
-        `step_rows` is the total number of rows in the step.
+        `rows` are this worker's row IDs, int64 [B], and `step_rows` is the total number of rows in the step.
         """
         if self._settings.audit:
             first, last = share(step_rows, self._place.world_size, 0)

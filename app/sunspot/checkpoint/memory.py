@@ -131,7 +131,7 @@ class Slot:
         return snapshot, ""
 
     def accept_copy(self, snapshot: MemorySnapshot, sidecar: bytes) -> bool:
-        """Write the marker for a copy received from another worker, which makes the copy usable.
+        """Make a copy received from another worker usable by writing its marker.
 
         Returns False if the checksums do not match, or if the marker cannot be written.
         """

@@ -16,7 +16,7 @@ have the same shard, and each of these ranks writes some of the shard's tensors.
 
 Rank 0 looks in storage for the files that the other ranks have written. If a rank dies, no other rank waits for it in a
 collective, and the directory gets no manifest. The other ranks only write their parts of snapshots that rank 0
-has begun to commit (`CommitCoordinator` in commit.py).
+has started committing (`CommitCoordinator` in commit.py).
 
 Torch modules that only sharded checkpoints need are imported lazily, because importing them takes seconds.
 """

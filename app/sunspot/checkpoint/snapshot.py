@@ -111,7 +111,7 @@ class Snapshot:
         return bool(self.watch.changed())
 
     def release(self) -> None:
-        """Free the slot, because the commit thread no longer needs it."""
+        """Free the slot. Call this once the commit thread no longer needs the slot."""
         self.slot.uses.discard(Use.UPLOADING)
 
 
@@ -132,7 +132,10 @@ class OptimizerOnlyParameters:
         "The `id` of each parameter that the second forward pass changed without PyTorch's counter noticing."
 
     def begin_group(self) -> None:
-        """Discard values that have not been compared yet, because the state can now come from another worker."""
+        """Discard values that have not been compared yet.
+
+        Call this when the worker moves to another group, because its state can then come from another worker.
+        """
         if self.ids is None:
             self._after_first = []
 

@@ -309,7 +309,7 @@ def open_uncached(path: str) -> Iterator[pa.NativeFile]:
 
 
 def clear_open_files() -> None:
-    """Clear the cache of open files, because the files might have been rewritten."""
+    """Clear the cache of open files. Call this if the files might have been rewritten."""
     _cached_handle.cache_clear()
     _cached_metadata.cache_clear()
 

@@ -349,7 +349,7 @@ def _cached_text(path: str) -> TableFile:
 
 
 def clear_file_cache() -> None:
-    """Clear the caches of open and parsed files, because the files might have been rewritten."""
+    """Clear the caches of open and parsed files. Call this if the files might have been rewritten."""
     clear_open_files()
     _cached_table.cache_clear()
     _cached_text.cache_clear()

@@ -83,8 +83,8 @@ decisions and the exchange of row IDs (AUDIT) always use gloo.
                                           (`Learner.move`), loads a received state, and compares all ranks' parameters.
                                           If they are equal, train.joining.build_worker makes the worker, and the loop
                                           takes the next step, or repeats the interrupted step or evaluation (at most
-                                          EVALUATION_TRIES times). If the parameters differ, all ranks form another group,
-                                          which returns to the newest copy or checkpoint
+                                          EVALUATION_TRIES times). If the parameters differ, all ranks form another
+                                          group, which returns to the newest copy or checkpoint
 
 The receipt of the loss begins in step 1: control.ControlChannel.add_loss passes the loss to merged_incidents.Incidents.
 In step 9, rank 0 gets the merged incident (train.reporter.Reporter.announce, control.ControlChannel.begin_group). After

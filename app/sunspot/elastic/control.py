@@ -196,7 +196,10 @@ class ControlChannel:
         self._gave_up = reason
 
     def forget_group(self) -> None:
-        """Forget the newest group, which has ended, so that later changes to its nodes cause no event."""
+        """Forget the newest group, so that later changes to its nodes cause no event.
+
+        Call this once the group has ended.
+        """
         self._group = None
 
     # ------------------------------------------------------------ called by the driver, and some also by the workers

@@ -124,7 +124,7 @@ def describe_end(error: Exception, attempt: Attempt, rank: int, step: int, node:
 
 
 def is_from_outside(error: BaseException) -> bool:
-    """Return True for a network, disk, memory or device error, which might not occur again."""
+    """Return True for a network, disk, memory or device error. Such an error may be transient."""
     of_device = isinstance(error, RuntimeError) and DEVICE_ERROR.search(str(error))
     of_client = any(NETWORK_CLIENTS.match(kind.__module__) for kind in type(error).__mro__)
     return isinstance(error, FROM_OUTSIDE) or is_out_of_memory(error) or bool(of_device) or of_client

@@ -84,7 +84,10 @@ def capacity_by_group(room: Mapping[str, int], group_of: Mapping[str, str]) -> d
 def nodes_to_release(
     room: Mapping[str, int], group_of: Mapping[str, str], asked: Mapping[str, int], used: Collection[str]
 ) -> list[str]:
-    """Return the nodes that are not needed for the workers requested from their group, unused nodes first."""
+    """Return the nodes that their node groups do not need, unused nodes first.
+
+    `asked` is the number of workers requested from each node group. A node group needs enough nodes to fit this number.
+    """
     spare = []
     excess = {
         group: workers - asked.get(group, workers) for group, workers in capacity_by_group(room, group_of).items()

@@ -95,7 +95,7 @@ class CopyInMemory:
     """A number that is being copied from a GPU to main memory."""
 
     def __init__(self, number: torch.Tensor) -> None:
-        """Begin the copy, which the GPU makes once it has computed the number."""
+        """Start the copy. The GPU makes the copy once it has computed the number."""
         self._copy = torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
         self._end = torch.cuda.Event()
         self._end.record()
@@ -123,7 +123,7 @@ class Stopwatch:
         self._spans.append((self._began, self._now()))
 
     def seconds(self) -> float:
-        """Return the total seconds. Waits for the last measurement."""
+        """Return the total time in seconds. Waits for the last measurement to finish."""
         if not (self._on_gpu and self._spans):
             return float(sum(end - begin for begin, end in self._spans))
         self._spans[-1][1].synchronize()

@@ -103,7 +103,7 @@ def by_type(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def unflatten(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
-    """Copy the values of a flat tensor from `flatten` back to the tensors."""
+    """Copy the values of `flat` back into `tensors`. This is the inverse of `flatten`."""
     for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(values.view_as(tensor))
 

@@ -39,7 +39,7 @@ class StepActions(NamedTuple):
     regroup: bool = False
     "Form a new group in the same processes, because workers join or leave."
     profile: bool = False
-    "Begin a profile, whose request rank 0 then broadcasts."
+    "Start a profile. Rank 0 then broadcasts the request for it."
     busy: bool = False
     "Under fsdp, postpone optional checkpoints, because another checkpoint is being committed."
     next_in: int = MAX_STEPS_BETWEEN

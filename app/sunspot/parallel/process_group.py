@@ -72,7 +72,7 @@ class ProcessGroups:
         self.replicas = replicas
         self._ending = threading.Lock()
         self._before: set[str] | None = None
-        "The sockets that existed before a group began to form, or None while no group is forming."
+        "The sockets that existed before a group started forming, or None while no group is forming."
         self._own: set[str] = set()
         "The sockets of the groups that have formed."
         self._of_gloo: set[str] = set()
@@ -182,7 +182,7 @@ def await_device(device: torch.device) -> None:
 
 
 def _shut_down(names: set[str], spared: tuple[str, int]) -> None:
-    """Shut down the named sockets' connections, which ends all waits for them. Keep connections to `spared`."""
+    """End all waits for the named sockets by shutting down their connections. Keep connections to `spared`."""
     for descriptor, name in list(_sockets()):
         if name not in names:
             continue

@@ -68,7 +68,7 @@ class StepBarrier:
         return self._reported or self._answer is not None
 
     def open(self, group: int) -> None:
-        """Begin a group with this number."""
+        """Start a group with this number."""
         with self._changed:
             self._group = group
             self._passed = 0

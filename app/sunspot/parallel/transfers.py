@@ -27,8 +27,8 @@ def transfer(
 
     If a connection ends while a tensor is on its way, gloo (torch 2.15) keeps waiting for the rest of the tensor,
     because `Pair::signalException` ends only the operations that have not begun. Each rank therefore first waits for a
-    small message that follows the tensors. While a tensor is on its way, gloo has not begun to receive the message, so
-    the wait for the message fails as soon as the connection ends.
+    small message that follows the tensors. While a tensor is on its way, gloo has not started receiving the message,
+    so the wait for the message fails as soon as the connection ends.
     """
     work: list[Any] = []
     ends: list[Any] = []

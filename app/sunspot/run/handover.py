@@ -91,6 +91,6 @@ def has_handed_over(run: Run, old: str, new: str) -> bool:
 
 
 def _trains(run: Run, owner: str) -> bool:
-    """Return True if the run's status is from a living driver of this owner."""
+    """Return True if a driver of `owner` wrote the run's status and is still alive."""
     status = read_status(run)
     return status is not None and status.owner == owner and is_alive(status, time.time())

@@ -121,7 +121,7 @@ def describe_stop(run: Run) -> str:
 
 
 def stop_requested(run: Run) -> bool:
-    """Return True if the run has a request to stop."""
+    """Return True if the run has been asked to stop."""
     return run.storage.exists(run.key(STOP))
 
 

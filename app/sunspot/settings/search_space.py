@@ -127,10 +127,11 @@ class Search:
 
 
 def load_search(variables: Mapping[str, str]) -> Search:
-    """Return the search that the environment's or a job's variables describe.
+    """Return the search described by the variables of the environment or of a job.
 
-    A search without an expression has no trials. Raises `SettingsError` with a list of all problems if
-    an expression, an extreme value or a trial is invalid.
+    A search without an expression has no trials. Raises `SettingsError` if a setting, an expression or a trial is
+    invalid. After the settings and the expressions, all values in `Dimension.extremes` are checked, and their problems
+    are reported together. Then the trials are checked one by one, up to the first invalid trial.
     """
     given = _ours(variables)
     settings, dimensions, expressions = load_common(given)

@@ -114,7 +114,7 @@ class Bucket(Storage):
 
     @abstractmethod
     def _begin_upload(self, key: str) -> PartUpload:
-        """Start uploading an object in several parts."""
+        """Start a multipart upload of an object."""
 
     @abstractmethod
     def _list_pages(self, prefix: str) -> Iterator[ListingPage]:

@@ -219,7 +219,7 @@ def retry_storage(
     *arguments: Arguments.args,
     **named: Arguments.kwargs,
 ) -> Result:
-    """Return the result of `work(*arguments)`, which is called again while it raises `StorageError`.
+    """Call `work(*arguments)` until it raises no `StorageError`, and return its result.
 
     The work runs in a separate thread, and `what` describes the work in messages. Raises `StorageError` once storage
     has failed or made no progress for `limit_s` seconds.

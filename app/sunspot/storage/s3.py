@@ -270,7 +270,7 @@ def _s3_client(url: str, **options: Any) -> Any:
 
 
 class MultipartUpload(PartUpload):
-    """A multipart upload. The constructor begins the upload."""
+    """A multipart upload. The constructor starts the upload."""
 
     def __init__(self, storage: S3Storage, key: str) -> None:
         super().__init__(storage, key)

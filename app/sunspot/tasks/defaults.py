@@ -33,7 +33,9 @@ class PlainTask(Task):
             self.schedule = self.schedule or partial(learning_rate_factor, settings)
 
     def build_optimizer(self, model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:
-        """Build the module's optimizer, or the default one. Several optimizers are combined in an `Optimizers`.
+        """Build the optimizer that the task's module defines, or the default optimizer.
+
+        Several optimizers are combined in an `Optimizers`.
 
         Raises `SettingsError` if the module's `build_optimizer` does not return optimizers, or creates a scheduler.
         """

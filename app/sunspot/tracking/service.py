@@ -61,7 +61,7 @@ class Service(ABC):
         return self._identity.id
 
     def discard(self, tracking_run: str) -> None:  # noqa: B027  # only needed if the service chooses the IDs
-        """Delete a tracking run that was just created, because another process created one first."""
+        """Delete a tracking run that was just created. Call this if another process created one first."""
 
     @abstractmethod
     def open(self, tracking_run: str) -> str:

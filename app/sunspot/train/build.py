@@ -71,7 +71,7 @@ def build_learner(
 
 
 def prepare_learner(plan: Plan, control: ControlClient, place: WorkerPlace | None = None) -> Learner:
-    """Build a replacement's learner without the other workers, which will send its state later.
+    """Build a replacement's learner without the other workers. These workers send its state later.
 
     Under hsdp, `place` determines the learner's shard.
     """

@@ -301,7 +301,7 @@ def make_worker_config(context: TrainingContext) -> WorkerConfig:
 
 
 def make_trainer(context: TrainingContext) -> Any:
-    """Create a Ray trainer, which stores only Ray's own files, in a temporary folder.
+    """Create a Ray trainer that stores only Ray's own files, in a temporary folder.
 
     Sunspot stores its own checkpoints and history (sunspot/checkpoint) without the trainer, because Ray's uploads can
     lose files, and a single failure to write Ray's snapshot ends the training.

@@ -1,4 +1,4 @@
-"""Runs a check on each node, and checks before training that all nodes can read and write the run's storage."""
+"""Calls a function on each node, and checks before training that all nodes can read and write the run's storage."""
 
 import logging
 import re

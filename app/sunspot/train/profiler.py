@@ -68,7 +68,7 @@ class StepProfiler:
         self._found = found if found and found.attempt == attempt else None
 
     def is_due(self, step: int) -> bool:
-        """Return True on rank 0 if a profile should begin after `step`, because there is a new request."""
+        """Return True on rank 0 if a newly requested profile should start after `step`."""
         found = self._found
         if found is None or found == self._request or step <= self._busy_until:
             return False
@@ -76,7 +76,7 @@ class StepProfiler:
         return True
 
     def begin(self, step: int) -> None:
-        """Begin the requested profile after `step`. All workers call this together."""
+        """Start the requested profile after `step`. All workers call this together."""
         request = broadcast_from_rank0(self._place.group, lambda: self._request)
         assert request
         first = find_first_step(step, request.steps, self._plan.steps.per_epoch)
@@ -85,7 +85,7 @@ class StepProfiler:
             self._recording = StepRecording(request, first)
 
     def end_step(self, step: int) -> None:
-        """Record the end of a step. An error ends only the profile."""
+        """Record the end of a step. If the profiler fails, the profile ends, but training continues."""
         recording = self._recording
         if not recording:
             return
@@ -100,7 +100,7 @@ class StepProfiler:
             start_thread(lambda: self._write(recording, error), "profile")
 
     def drop(self) -> None:
-        """Stop the profiler without writing a trace, because the group has ended or the profile has failed."""
+        """Stop the profiler without writing a trace. Call this if the group has ended or the profile has failed."""
         if self._recording:
             with suppress(Exception):  # the profiler itself may have failed
                 self._recording.stop()

@@ -110,7 +110,7 @@ class TrainingRun:
                 began = time.perf_counter()
 
     def _begin(self, step: Step) -> Batch:
-        """Begin a step, set its learning rates and random seeds, and return its batch."""
+        """Start a step, set its learning rates and random seeds, and return its batch."""
         self._open = step
         self._drawn = 0
         self.set_learning_rates()
@@ -250,7 +250,7 @@ class TrainingRun:
         self.stopped = self._worker.finish_step(step)
 
     def close(self) -> None:
-        """Undo the changes of `prepare_model`, because this process may use the model in another group."""
+        """Undo the changes of `prepare_model`, so that this process can use the model in another group."""
         self._finite.set(False)
         release(self.model)
         for hook in self._hooks:

@@ -293,7 +293,7 @@ class OptimizerTurns:
         return optimizer in self._begun
 
     def end_step(self) -> None:
-        """Forget which optimizers have begun their step, because the run's step has ended."""
+        """Forget which optimizers have begun their step. Call this once the run's step has ended."""
         self._begun.clear()
         self.returned.clear()
 

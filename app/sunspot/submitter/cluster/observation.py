@@ -136,7 +136,7 @@ class RunAccess:
         return RunSnapshot(replace(seen, gone=gone, time=time.time()), storage)
 
     def with_nodes(self, snapshot: RunSnapshot) -> RunSnapshot:
-        """Return the snapshot with all nodes of the cluster, which show why pods are lost or not scheduled.
+        """Return the snapshot with all nodes of the cluster. The nodes show why pods are lost or not scheduled.
 
         If this user cannot list nodes, the API server's message is recorded in `hidden`.
         """

@@ -29,7 +29,7 @@ def find_not_finite(case: Case) -> Iterator[Finding]:
 
 
 def _advise(case: Case, good: Checkpoint | None) -> str:
-    """Return advice on how to resume from a `good` checkpoint, or how to begin a new run."""
+    """Return advice on how to resume from a `good` checkpoint, or how to start a new run."""
     limit = case.number("max_nan_windows")
     name = case.seen.run.name
     if case.state.terminal:
@@ -42,7 +42,7 @@ def _advise(case: Case, good: Checkpoint | None) -> str:
         then = f"start it again: it resumes from step {good.step}, {good.name}"
     else:
         finite = f"a checkpoint with a finite loss, if `sunspot checkpoints ls {name}` shows one"
-        then = f"begin a run under another name, with SUNSPOT_INIT_FROM set to model.pt of {finite}"
+        then = f"start a run under another name, with SUNSPOT_INIT_FROM set to model.pt of {finite}"
     return f"{first}{FIX}, and {then}"
 
 
