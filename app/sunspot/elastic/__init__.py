@@ -41,9 +41,9 @@ decisions and the exchange of row IDs (AUDIT) always use gloo.
                                           reports the loss for its receipt (`_note_loss`), and tells the other members
                                           of its group that this group has ended. A group is also called a generation
  2. membership_channel.MembershipClient   receives this message in each member, and aborts the collectives of the
-                                          member's process, so that no step hangs (parallel.process_group). Gloo's
-                                          collectives then raise an error. NCCL's collectives return without an error,
-                                          but with wrong sums
+                                          member's process, so that no step hangs (`ProcessGroups.abort_collectives`).
+                                          Gloo's collectives then raise an error. NCCL's collectives return without an
+                                          error, but with wrong sums
  3. train.loop.train_in_group             catches the error that ends the step. The error comes from a gloo collective,
                                           from `StepGuard` if NCCL's sums were aborted, or from `Worker` if the worker
                                           sees that its group has ended. The hooks on the model are removed
@@ -65,19 +65,19 @@ decisions and the exchange of row IDs (AUDIT) always use gloo.
                                           before its optimizer's step asks the server whether to take this step
                                           (parallel.step_barrier.StepBarrier). On a CPU, under ddp, each accepted step
                                           counts at once, before the rest of `finish_step`. "One step" in
-                                          train/__init__.py says what StepUndo copies
+                                          the docstring of sunspot.train says what StepUndo copies
  6. train.joining.Joining                 makes the process a worker of the next group. Its methods `form`, `claim` and
                                           `build` lead to steps 7, 8 and 9. Each group has its own attempt, Worker,
                                           CheckpointManager, watchdog and log
  7. membership.Membership                 decides that the group forms (`decide`) once all living members have asked to
-                                          join it, and SETTLE_S (0.05 s) after the newest request or loss. Members keep
+                                          join it, and SETTLE_S (50 ms) after the newest request or loss. Members keep
                                           their order, and new processes get the ranks after them. They ask in
-                                          `Survivor.form`, and ProcessGroups connects them. Membership also decides in
-                                          step 1 that a group has ended
+                                          `Survivor.form`, and parallel.process_group.ProcessGroups connects them.
+                                          Membership also decides in step 1 that a group has ended
  8. claim.agree_on_start                  finds out which ranks have the newest state (`choose_live`), and claims an
                                           attempt that starts from it (`claim_in_place`). Storage accepts only one claim
-                                          of each attempt, and an attempt counts once its start is recorded
-                                          (run.attempts)
+                                          of each attempt (run.attempts.claim_next). The attempt counts once its start
+                                          is recorded
  9. train.survivor.Survivor               sends that state to the ranks that lack it (`continue_from`, `hand_over`),
                                           gives the learner its place in the group and discards its gradients
                                           (`Learner.move`), loads a received state, and compares all ranks' parameters.
