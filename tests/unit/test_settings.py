@@ -320,3 +320,40 @@ def test_undecodable_bytes_in_a_setting_are_rejected(monkeypatch: pytest.MonkeyP
     told = r"SUNSPOT_TASK=sunspot\.\\udcff: it contains bytes that are not valid in this process's encoding, utf-8; "
     with pytest.raises(SettingsError, match=told):
         load_settings()
+
+
+TRAINING = (
+    *(
+        "global_batch_size",
+        "micro_batch_size",
+        "learning_rate",
+        "schedule",
+        "warmup_steps",
+        "weight_decay",
+        "clip_norm",
+    ),
+    *("ema", "precision", "gradient_precision", "compile", "graph", "parallel", "recompute", "loader", "weights"),
+)
+"""Settings of Sunspot's own training loop, which another library might ignore."""
+
+READ_BY_ADAPTERS = {
+    "boosted_trees": {"weights"},
+    "keras": {"global_batch_size", "learning_rate", "loader", "schedule", "warmup_steps"},
+    "lightning": {
+        *("global_batch_size", "micro_batch_size", "learning_rate", "warmup_steps", "weight_decay", "clip_norm", "ema"),
+        *("precision", "gradient_precision", "recompute", "loader", "weights"),
+    },
+    "transformers": {
+        *("global_batch_size", "micro_batch_size", "learning_rate", "warmup_steps", "weight_decay", "ema", "precision"),
+        "weights",
+    },
+}
+
+
+@pytest.mark.parametrize("adapter", READ_BY_ADAPTERS)
+def test_each_adapter_reads_or_rejects_every_setting_of_the_training_loop(adapter: str) -> None:
+    program = ast.parse((REPOSITORY / f"app/sunspot/adapters/{adapter}.py").read_text())
+    for statement in program.body:
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "UNREAD_SETTINGS":
+            words = [each.value for each in ast.walk(statement) if isinstance(each, ast.Constant)]
+            assert READ_BY_ADAPTERS[adapter] == set(TRAINING) - set(words)

@@ -5,7 +5,8 @@ adapter for this function in ADAPTERS, and calls the adapter with the module and
 
 To write an adapter:
 1. Write a module here with a subclass of `sunspot.tasks.Task`, and add it to ADAPTERS below. Add the
-   library as an extra to pyproject.toml. Nothing else needs to change.
+   library as an extra to pyproject.toml and to the image's extras in the Makefile, and run `make lock`. Document the
+   adapter in docs/tasks.md.
 2. Define `build_model`, which returns a `torch.nn.Module`. Checkpoints contain its state_dict. Wrap the model of
    another library in a module whose `get_extra_state` and `set_extra_state` save and load the model's variables
    (keras.py).

@@ -32,7 +32,8 @@ UNCALLED = {
 UNREAD_SETTINGS = dict.fromkeys(
     (
         *("global_batch_size", "micro_batch_size", "learning_rate", "weight_decay", "clip_norm", "schedule"),
-        *("warmup_steps", "precision", "parallel", "recompute", "compile", "graph", "loader", "ema"),
+        *("warmup_steps", "precision", "gradient_precision", "parallel", "recompute", "compile", "graph", "loader"),
+        "ema",
     ),
     f"trains trees, which ignore this setting; unset it (the library's own parameters are in {PREFIX}TASK_ARGS)",
 )

@@ -34,18 +34,8 @@ sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
 
 UNREAD_SETTINGS = dict.fromkeys(
     (
-        *(
-            "micro_batch_size",
-            "weight_decay",
-            "clip_norm",
-            "precision",
-            "parallel",
-            "recompute",
-            "compile",
-            "graph",
-            "ema",
-        ),
-        "weights",
+        *("micro_batch_size", "weight_decay", "clip_norm", "precision", "gradient_precision", "parallel", "recompute"),
+        *("compile", "graph", "ema", "weights"),
     ),
     "has a Keras model, which ignores this setting; unset it",
 )

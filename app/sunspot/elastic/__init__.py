@@ -28,7 +28,8 @@ In both modes, watchdog.Watchdog terminates its own process if the process takes
 then counts as lost. Three more functions handle lost nodes or workers, but do not decide whether a worker is lost.
 nodes.find_lost only reports that a node is gone, so that the receipt can name the cause of the loss.
 ray_internals.nodes.reachable_nodes chooses nodes for new workers. In survivor mode, ray_internals.controller.end_lost
-shuts down dead and unresponsive workers that Ray is about to replace.
+shuts down dead and unresponsive workers that Ray is about to replace. A worker that has not answered Ray for LIVING_S
+(10 minutes) is also shut down, even if the server considers it alive.
 
 A loss in survivor mode, from the last packet of a process to the next step
 ---------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """The status of a run: its current state in small objects, each with one writer.
 
-There are three kinds of objects (`StatusKind`). Rank 0 writes the first during training. The driver writes the second
-while rank 0 does not write, and the third when the driver ends. A search has no workers, so its driver writes the
+There are three kinds of objects (`StatusKind`). Rank 0 writes the first from its group's claim on
+(train.reporter.Reporter). The driver writes the second while rank 0 does not write, and the third when the driver ends
+(run.outcome.DriverStatusWriter). A search has no workers, so its driver writes the
 progress. Readers use the current object (`newest_status`). Training never depends on the status.
 
 Each driver has separate objects for each of its attempts. A process can freeze during a write, and complete the write

@@ -8,16 +8,18 @@ To add a backend:
 1. Write a module with a subclass of `bucket.Bucket`, like azure.py. Set the class constants that `Bucket` declares,
    such as the service's error codes. Implement `Bucket`'s abstract methods, each of which sends one request or
    classifies an error. `_begin_upload` returns an instance of your own subclass of `PartUpload`. Also implement
-   `delete`, `list_unfinished` and `discard`. `Bucket` does everything else, such as streams and parallel reads.
-   Inherit from `Storage` directly only if the service is not an object store.
+   `delete`, `list_unfinished`, `discard`, `keeps_versions` and `drops_unfinished`. Call `_note_clock` with the date of
+   each response, because the age of a run's status is measured by the service's clock. `Bucket` does everything else,
+   such as streams and parallel reads. Inherit from `Storage` directly only if the service is not an object store.
 2. Run every request inside `limits.operation` (`Bucket._request` does this). This context manager stops the requests of
    abandoned work, and counts each response as progress. Without it, storage would seem unresponsive.
 3. Count the bytes of long requests with `limits.record_progress`, because a transfer without progress is aborted after
    STORAGE_TIMEOUT_S. `Writer` counts the bytes that are written.
 4. Make `create` atomic among all writers, because it decides which process owns a run. `prove.prove` checks it.
 5. Add the scheme to BACKENDS in storage/__init__.py, and to BUCKET_URLS and the pattern of STORAGE_PATH in
-   settings/definitions.py. For datasets, add the scheme to CLIENTS in data/dataset_files.py. For pods without a
-   Secret, add the scheme to SCHEMES in submitter/manifest/foreign_storage.py.
+   settings/definitions.py. For datasets, add the scheme to CLIENTS and the beginning of its errors to CLIENT_ERRORS in
+   data/dataset_files.py. For pods without a Secret, add the scheme to SCHEMES, and the cloud's nodes to CLOUDS, in
+   submitter/manifest/foreign_storage.py.
 6. Add an extra for the cloud's client to pyproject.toml, and to CLOUDS in the Makefile. Add the client's modules to
    mypy's `ignore_missing_imports` list in pyproject.toml and to NETWORK_CLIENTS in elastic/failures.py. Add the
    credentials to docs/storage.md.
