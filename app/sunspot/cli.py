@@ -55,7 +55,7 @@ VERBS = {
 
 
 def main(words: Sequence[str] | None = None) -> NoReturn:
-    """Run the subcommand on the command line, and exit."""
+    """Run the subcommand that `words` or the command line specifies, and exit."""
 
     def program() -> int:
         if os.name == "nt":  # checked before importing modules that Windows does not have

@@ -179,7 +179,7 @@ class Run:
         delete_run(access.run, find_contents(access).snapshot.cluster.jobs, access.cluster)
 
     def cost(self) -> dict[str, Any]:
-        """Return the cost of the run's nodes so far, in the format of the key `cost` in the result of `status`."""
+        """Return the cost of the run's nodes so far, in the same format as `cost` in the result of `status`."""
         seen = read_details(look(self._stored()))
         return seen.spending.record(seen.step)
 

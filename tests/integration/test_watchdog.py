@@ -107,7 +107,7 @@ def left_behind(run: Run) -> list[Path]:
     return list(hang.stacks_folder().glob(f"{hang.stacks_prefix(run)}*"))
 
 
-def test_a_rank_that_hangs_records_its_stacks_and_exits(run: Run) -> None:
+def test_a_hung_rank_records_its_stacks_and_exits(run: Run) -> None:
     hangs = """
         watchdog.heartbeat(41)
         def consume_batch():

@@ -113,7 +113,7 @@ def test_a_node_with_a_newly_broken_gpu_is_excluded_from_the_next_group(
     assert cluster.done == [("forget_group",), (A,)], "a drain of a group's node would be a notice"
 
 
-def test_a_group_that_continues_after_a_node_is_excluded_still_gets_preemption_notices(
+def test_a_group_still_gets_preemption_notices_after_a_node_is_excluded(
     cluster: Cluster, training: BrokenInTraining
 ) -> None:
     """The supervisor passes notices only to the group that the control channel knows."""
@@ -144,7 +144,7 @@ def test_a_run_ends_if_it_needs_a_gpu_that_has_broken(cluster: Cluster, training
     assert not cluster.done
 
 
-def test_a_gpu_that_the_run_needs_stays_in_use_unless_it_has_reported_an_error_and_no_longer_works(
+def test_a_needed_gpu_stays_in_use_unless_it_has_reported_an_error_and_no_longer_works(
     cluster: Cluster, training: BrokenInTraining
 ) -> None:
     """MAX_FAILURES limits the number of attempts in that case."""

@@ -116,7 +116,7 @@ def test_the_seed_determines_the_order_of_the_faults() -> None:
         (["--kind", "kill", "--count", "0"], "0: must be an integer >= 1"),
     ],
 )
-def test_chaos_deletes_no_pod_without_confirmation_or_with_invalid_arguments(
+def test_chaos_deletes_pods_only_with_confirmation_and_valid_arguments(
     cluster: FakeCluster,
     sunspot: Command,
     training: Training,

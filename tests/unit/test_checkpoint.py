@@ -851,7 +851,7 @@ def test_a_failing_file_system_is_reported_once_and_training_continues(
     assert f"model.pt: {os.strerror(number)}; {fix}" in failed["detail"]
 
 
-def test_a_run_whose_directory_is_removed_ends_and_writes_nothing(run: Run, tmp_path: Path) -> None:
+def test_a_run_ends_and_writes_nothing_if_its_directory_is_removed(run: Run, tmp_path: Path) -> None:
     trainee = Trainee(run)
     trainee.train()
     trainee.save()

@@ -429,7 +429,7 @@ def test_metrics_are_written_as_parquet(sunspot: StorageCommand, history: list[d
     assert rows[-1]["ranks"] == [{"rows": 3}, {"rows": 2}]
 
 
-def test_metrics_with_the_parquet_and_json_options_reports_the_written_file(
+def test_the_metrics_command_with_the_parquet_and_json_options_reports_the_written_file(
     run: Run, sunspot: StorageCommand, history: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     file = tmp_path / "history.parquet"
@@ -534,7 +534,7 @@ def test_rows_after_the_newest_intact_checkpoint_are_not_audited(run: Run, sunsp
     assert "step 4: 2 rows" not in proved.err
 
 
-def test_an_attempt_that_only_evaluated_needs_no_receipt(run: Run, sunspot: StorageCommand) -> None:
+def test_an_attempt_needs_no_receipt_if_it_only_evaluated(run: Run, sunspot: StorageCommand) -> None:
     """Attempt 2 does the evaluation that attempt 1 missed, commits it, and is lost before its first step."""
     first = start(run, "job", tier="beginning", world_size=2)
     record_audit(run, first, consumed(1, 5))
@@ -664,7 +664,7 @@ def test_the_audit_reports_a_missing_receipt_even_without_recorded_rows(run: Run
     assert "1 receipt missing" in proved.err
 
 
-def test_a_start_from_a_copy_in_memory_is_not_reported_as_a_damaged_or_lost_checkpoint(
+def test_a_state_that_existed_only_in_memory_is_not_reported_as_a_damaged_or_lost_checkpoint(
     run: Run, sunspot: StorageCommand
 ) -> None:
     """The run continues from step 4 of attempt 1, but storage has only its step 2."""

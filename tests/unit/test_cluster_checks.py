@@ -473,7 +473,7 @@ def test_kubernetes_quantities_are_parsed(text: Any, number: float) -> None:
 # ----------------------------------------------------------------------------------------------------------- the bucket
 
 
-def test_the_check_of_a_missing_or_forbidden_bucket_fails(
+def test_the_storage_check_fails_if_writing_to_the_bucket_is_forbidden(
     sunspot: Command, fit: FakeCluster, s3_proxy: FaultProxy
 ) -> None:
     s3_proxy.on("PutObject", s3.answer(403, "AccessDenied"))
@@ -484,7 +484,7 @@ def test_the_check_of_a_missing_or_forbidden_bucket_fails(
     assert "not ready for a run: 1 of 15 checks failed, starting with storage" in sunspot.err
 
 
-def test_the_check_of_storage_without_conditional_writes_fails(
+def test_the_storage_check_fails_if_conditional_writes_are_ignored(
     sunspot: Command, fit: FakeCluster, s3_proxy: FaultProxy
 ) -> None:
     s3_proxy.on("PutObject", s3.without_header("If-None-Match"))
@@ -528,7 +528,7 @@ def test_only_enabled_lifecycle_rules_for_the_storage_prefix_are_considered(
     assert open_storage(f"s3://{s3_bucket}/runs").drops_unfinished() is drops
 
 
-def test_a_bucket_check_without_permission_causes_only_a_warning(s3_bucket: str, s3_proxy: FaultProxy) -> None:
+def test_a_missing_permission_for_a_bucket_check_causes_only_a_warning(s3_bucket: str, s3_proxy: FaultProxy) -> None:
     for query in ("versioning", "lifecycle"):
         s3_proxy.on(lambda request, query=query: query in request.query, s3.answer(403, "AccessDenied"))
     found = {check.check: check for check in probe_path(f"s3://{s3_bucket}/runs")}

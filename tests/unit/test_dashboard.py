@@ -341,7 +341,7 @@ class Process:
         return self.process.returncode, said
 
 
-def test_the_dashboard_is_forwarded_and_its_token_added_until_interrupted(
+def test_the_dashboard_is_forwarded_with_its_token_until_the_command_is_interrupted(
     cluster: FakeCluster, run: Run, dashboard: int
 ) -> None:
     make_live(cluster, run)

@@ -571,7 +571,7 @@ def test_one_process_downloads_mnist_while_other_processes_wait(tmp_path):
     assert {path.name for path in (tmp_path / "data").iterdir()} <= {"MNIST", ".mnist.lock"}
 
 
-def test_waiting_for_another_download_times_out_with_an_explanation(tmp_path, set_constants, caplog):
+def test_the_error_after_a_long_wait_for_another_download_names_the_lock_file(tmp_path, set_constants, caplog):
     from filelock import FileLock
 
     set_constants(mnist, WAIT_S=0.2)

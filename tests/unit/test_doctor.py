@@ -25,7 +25,7 @@ from sunspot.run.requests import SubmissionRecord, record_submission
 from sunspot.run.status import RunState, Status, write_status, write_status_as_is
 from sunspot.settings import load_settings
 from sunspot.submitter.doctor.training.costs import MIN_WINDOWS, growth_rate, measure_throughput, slope
-from sunspot.submitter.findings import Diagnosis, Finding, Severity, most_explaining_first
+from sunspot.submitter.findings import Diagnosis, Finding, Severity, by_severity
 from tests.harness.commands import Command
 from tests.harness.kubernetes import FakeCluster, answer, pod, rayjob, timestamp
 from tests.harness.runs import age, begin, commit, damage, report, start, to_columns, write_receipt
@@ -1172,4 +1172,4 @@ def test_findings_are_sorted_by_severity_and_cost() -> None:
     lag = finding(Diagnosis.STRAGGLER, Severity.WARNING, 0.2)
     old = finding(Diagnosis.OLD_CHECKPOINT, Severity.WARNING)
     end = finding(Diagnosis.FAILED, Severity.ERROR)
-    assert most_explaining_first([note, old, lag, wait, end]) == [end, wait, lag, old, note]
+    assert by_severity([note, old, lag, wait, end]) == [end, wait, lag, old, note]

@@ -230,7 +230,7 @@ def test_the_benchmark_refuses_to_remove_the_head_node(
     assert subject.deleted
 
 
-def test_a_contender_that_takes_no_step_for_too_long_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_contender_fails_if_it_takes_no_step_for_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     subject, result = Subject(99), Result("it", "job", 20, [(0.0, 1)])
     monkeypatch.setattr(subject, "over", lambda: (_ for _ in ()).throw(ClusterError("gone")))
     program.look(subject, result, time.time() - program.STILL_S + 60, time_is_up=False)

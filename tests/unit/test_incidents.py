@@ -240,7 +240,7 @@ def test_workers_are_not_counted_twice_despite_clock_skew() -> None:
         *("the first is missing", "a checkpoint without a receipt", "the newest is missing"),
     ],
 )
-def test_attempts_that_took_steps_without_a_receipt_are_reported(
+def test_attempts_without_a_receipt_are_reported_if_they_took_steps(
     chain: dict[int, int], stepped: list[int], missing: list[int]
 ) -> None:
     receipts = [receipt(number, 0, 1, since=since) for number, since in chain.items()]

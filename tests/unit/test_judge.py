@@ -122,7 +122,7 @@ def test_the_run_starts_again_after_an_error_that_might_not_recur(control: Contr
     assert line.endswith("; starting again, 2 of 3 SUNSPOT_MAX_FAILURES left")
 
 
-def test_a_bug_that_repeats_at_the_same_step_ends_the_run(control: Control) -> None:
+def test_the_run_ends_if_a_bug_repeats_at_the_same_step(control: Control) -> None:
     judge = FailureJudge(control, 3)
     control.end = group_end(failed(0, 1, step=50, taken=50))
     assert judge({0: NameError()})
@@ -150,7 +150,7 @@ def test_the_same_message_on_all_ranks_ends_the_run_if_it_repeats(control: Contr
 
 
 @pytest.mark.parametrize("error", [{}, BACKWARD], ids=["at a line of the task", "the same message"])
-def test_a_bug_that_recurs_on_all_ranks_after_the_same_number_of_steps_ends_the_run(
+def test_the_run_ends_if_a_bug_recurs_on_all_ranks_after_the_same_number_of_steps(
     error: dict[str, Any], control: Control
 ) -> None:
     """The workers take new steps and checkpoints in between, such as with a bug in the 60th call of a function."""
@@ -402,7 +402,7 @@ def test_a_killed_rank_is_reported_instead_of_the_errors_that_its_loss_caused(co
     assert "gloo" not in line
 
 
-def test_an_error_that_no_restart_can_fix_ends_the_run(control: Control) -> None:
+def test_the_run_ends_after_an_error_that_no_restart_can_fix(control: Control) -> None:
     control.end = GroupEnd(fatal=SettingsError("wrong"))
     assert not FailureJudge(control, 3)({0: RuntimeError()})
     assert not control.said
@@ -533,7 +533,7 @@ def test_repeated_out_of_memory_errors_end_the_run_despite_new_checkpoints(
 
 @pytest.mark.parametrize("attempt", [0, 1], ids=["before the first step", "later"])
 @pytest.mark.parametrize("one_machine", [True, False])
-def test_running_out_of_memory_before_the_first_step_ends_a_run_on_one_machine(
+def test_a_run_on_one_machine_ends_if_a_worker_runs_out_of_memory_before_the_first_step(
     one_machine: bool, attempt: int, control: Control
 ) -> None:
     control.end = GroupEnd(progress=Progress(attempt, step=9 * attempt))

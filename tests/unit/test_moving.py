@@ -239,7 +239,7 @@ def test_a_run_that_gets_no_nodes_in_the_new_place_stays_in_its_old_place(
 
 
 @pytest.mark.usefixtures("trains_in_east")
-def test_a_run_whose_new_job_fails_stays_in_its_old_place(
+def test_a_run_stays_in_its_old_place_if_its_new_job_fails(
     clusters: dict[str, FakeCluster], sunspot: Command, profile: str
 ) -> None:
     assert move_until(lambda: fail_in_west(clusters), clusters, sunspot, profile) == 5
@@ -250,7 +250,7 @@ def test_a_run_whose_new_job_fails_stays_in_its_old_place(
 
 
 @pytest.mark.usefixtures("trains_in_east")
-def test_a_run_whose_new_job_fails_after_the_handover_restarts_in_its_old_place(
+def test_a_run_restarts_in_its_old_place_if_its_new_job_fails_after_the_handover(
     clusters: dict[str, FakeCluster], sunspot: Command, profile: str
 ) -> None:
     old = owner_of(clusters["east"])
@@ -270,7 +270,7 @@ def test_a_run_whose_new_job_fails_after_the_handover_restarts_in_its_old_place(
 
 @pytest.mark.usefixtures("trains_in_east")
 @pytest.mark.parametrize("chosen", [True, False])
-def test_a_run_that_was_claimed_while_its_move_was_undone_restarts_in_its_old_place(
+def test_a_run_restarts_in_its_old_place_if_it_was_claimed_while_its_move_was_undone(
     chosen: bool, clusters: dict[str, FakeCluster], sunspot: Command, profile: str
 ) -> None:
     """The new workers read the submissions before the move was withdrawn, and claim the run after that."""

@@ -139,7 +139,7 @@ def test_a_task_that_is_not_found_is_reported_with_the_fix(job_id: str, fix: str
     assert str(refused.value) == f"SUNSPOT_TASK=bystandr cannot be imported: No module named 'bystandr'; {fix}"
 
 
-def test_a_missing_run_is_reported_with_the_existing_runs(run: Run) -> None:
+def test_the_error_for_a_missing_run_lists_the_existing_runs(run: Run) -> None:
     begin(run)
     storage = run.storage.locate("")
     with pytest.raises(NotFoundError, match=f"^no run rum in {storage.rstrip('/')}; it contains run$"):

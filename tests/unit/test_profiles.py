@@ -167,7 +167,7 @@ def test_a_profile_request_does_not_stop_a_profiler_of_the_task(run: Run) -> Non
 # ---------------------------------------------------------------------------------------------------------- the command
 
 
-def test_a_profile_in_a_bucket_shows_its_cost_and_the_location_of_the_trace(
+def test_the_profile_command_prints_the_cost_of_profiling_and_the_location_of_the_trace_in_a_bucket(
     s3_bucket: str, set_constants: SetConstants, capsys: pytest.CaptureFixture[str]
 ) -> None:
     set_constants(profile, POLL_S=0.01)

@@ -293,7 +293,7 @@ def test_no_interleaving_of_groups_breaks_the_protocol() -> None:
     explore(Groups, examples(6, 1000))
 
 
-def test_a_rule_that_only_the_newest_attempt_can_commit_would_reject_valid_commits(
+def test_valid_commits_would_be_rejected_if_only_the_newest_attempt_could_commit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sunspot.checkpoint.commit, "ensure_committer", by_attempt)

@@ -195,9 +195,7 @@ def test_an_older_copy_in_memory_is_used_if_the_checkpoint_is_damaged(run: Run) 
     assert name in found.attempt.skipped[0]
 
 
-def test_a_checkpoint_that_any_rank_finds_damaged_is_skipped_by_all_ranks(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_ranks_skip_a_checkpoint_that_any_rank_finds_damaged(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 reads wrong bytes from the newest checkpoint, and this rank (0) reads them from the previous one."""
     first = start(run, "me")
     names = [commit(run, first, step).name for step in (5, 10, 15)]

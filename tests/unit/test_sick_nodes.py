@@ -55,7 +55,7 @@ ENOUGH = int(SICK_AFTER_S / EVERY_S) + 1
 """Number of windows, including the first one, after which a node can be sick."""
 
 
-def test_a_node_that_was_slow_for_minutes_counts_as_sick_with_a_reason() -> None:
+def test_a_node_that_was_slow_for_minutes_counts_as_sick_and_the_reason_is_given() -> None:
     sick = find_sick_node(windows(ENOUGH, FAST, FAST, 0.4), THREE, lambda node: 2, 2)
     times = "its forward passes took 0.4 s a step, and those of the other nodes took at most 0.2 s"
     assert sick == SickNode("c", f"{times}, in 18 of 18 windows of 3 min")

@@ -259,7 +259,7 @@ def test_an_evaluation_stops_when_the_group_is_closed() -> None:
 
 
 @pytest.mark.parametrize("closed", [True, False])
-def test_a_process_outlives_a_group_that_its_own_driver_has_superseded(closed: bool) -> None:
+def test_a_process_outlives_a_group_that_the_same_driver_has_superseded(closed: bool) -> None:
     survivor = on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0)
     survivor._client = Mock(closed=lambda wait_s: closed)
     assert survivor.outlives(SupersededError("attempt 2 owns the run")) is closed
@@ -329,7 +329,7 @@ def test_members_that_cannot_connect_fail_promptly(
     )
 
 
-def test_a_process_that_is_repeatedly_presumed_lost_stops_retrying() -> None:
+def test_a_process_stops_retrying_if_it_is_repeatedly_presumed_lost() -> None:
     """The process held the GIL for too long while it built its model, and would do so again."""
     survivor = on_device("cpu", MembershipAddress("nowhere", 0, 0, b""), 30.0)
     survivor._client = Mock(connections=1)

@@ -237,7 +237,7 @@ def test_a_dataset_saved_by_hugging_face_datasets_is_read_unchanged(tmp_path: Pa
     with refusal(DataError, "data-00001-of-00002.arrow, row 0: x has 4 values"):
         everything(changed)
     (tmp_path / "train" / "state.json").write_text("{}")
-    with refusal(DataError, "state.json does not list the files", "save the dataset again"):
+    with refusal(DataError, "state.json lacks the list of data files", "save the dataset again"):
         open_table(Settings(dataset=str(tmp_path)), columns)
 
 

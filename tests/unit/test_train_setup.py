@@ -264,7 +264,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> WorkerConfig:
 
 
 @pytest.mark.parametrize("copy", [None, "a copy in a node's memory"])
-def test_a_node_that_freezes_while_a_group_starts_counts_as_a_hang(
+def test_a_node_counts_as_hung_if_it_freezes_while_a_group_starts(
     copy: Any, config: WorkerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The node can freeze while the group agrees on the start, sends copies, or reads from storage."""

@@ -8,7 +8,7 @@ import pytest
 
 from sunspot.submitter.cluster.pod_problems import PodProblem
 from sunspot.submitter.doctor.unschedulable import UnplacedPods, explain_unplaced, find_refusals, parse_refusals
-from sunspot.submitter.findings import Diagnosis, Finding, Severity, most_explaining_first
+from sunspot.submitter.findings import Diagnosis, Finding, Severity, by_severity
 
 RESOURCES = Diagnosis.RESOURCES
 TAINT = Diagnosis.TAINT
@@ -164,7 +164,7 @@ def test_scheduling_findings_keep_their_order_when_they_are_sorted_with_other_fi
     found = explain({message(UNNAMED, LABELS): ["w-1"]}, nodeSelector=L4)
     quota = Finding(Diagnosis.QUOTA, Severity.ERROR, "x", "y")
     late = Finding(Diagnosis.CONTAINER, Severity.ERROR, "x", "y")
-    assert [each.finding for each in most_explaining_first([late, *found, quota])] == [
+    assert [each.finding for each in by_severity([late, *found, quota])] == [
         *(Diagnosis.QUOTA, NO_NODE, TAINT, Diagnosis.CONTAINER)
     ]
 

@@ -62,7 +62,7 @@ WRITTEN = "sunspot-written-{}"
 
 
 class CommitCoordinator:
-    """Makes all ranks of a sharded state commit the same snapshots as rank 0.
+    """Makes all ranks commit their shards of the snapshots that rank 0 commits.
 
     Rank 0 informs the other ranks through the group's store, so no thread waits in a collective for a rank that might
     have died. Only rank 0 lists the files in storage.

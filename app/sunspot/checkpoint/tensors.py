@@ -1,4 +1,4 @@
-"""Arranges a training state's tensors in a fixed order, in a buffer, or by name.
+"""Lists a training state's tensors in a fixed order, lays them out in a buffer, and replaces them by names and back.
 
 Names have the form `model.NAME` or `optimizer.state.PARAMETER.NAME`.
 """

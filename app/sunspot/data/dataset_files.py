@@ -264,7 +264,7 @@ def _list_saved_dataset(location: str, state: bytes) -> list[str]:
     try:
         names = [str(file["filename"]) for file in json.loads(state)["_data_files"]]
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} does not list the files: {shorten(error)}; save the dataset again") from error
+        raise DataError(f"{path} lacks the list of data files: {shorten(error)}; save the dataset again") from error
     if not names:
         raise DataError(f"{path} lists no files; save the dataset again")
     elsewhere = [name for name in names if "/" in name]

@@ -115,7 +115,7 @@ class SharedPages(NamedTuple):
     pages: np.ndarray | None
     "Memory for all rows, uint8 [size], or None if a worker of this node cannot map it."
     number: int
-    "This worker's number among the workers of its node, from 0."
+    "This worker's number among the workers of its node, counted from 0."
     workers: int
     "The number of workers on this node."
     complete: bool = False

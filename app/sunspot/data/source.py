@@ -112,12 +112,12 @@ class ModelData:
         return cls(tuple(source.shape), source.classes, tuple(names), getattr(source, "scales", False))
 
     def record(self) -> dict[str, Any]:
-        """Return the facts as JSON values, for a checkpoint's record."""
+        """Return this object as JSON values, to be stored in a checkpoint's record."""
         return asdict(self) | {"shape": list(self.shape), "class_names": list(self.class_names)}
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> ModelData:
-        """Return the facts from a checkpoint's record.
+        """Create the object from the JSON values in a checkpoint's record.
 
         Raises `KeyError`, `TypeError` or `ValueError` if the record is invalid.
         """

@@ -323,7 +323,10 @@ def rows_per_group(row_bytes: int) -> int:
 
 
 def open_table_file(path: str) -> TableFile:
-    """Open a table file, whose name determines its format. Parquet readers are not cached, because they have state."""
+    """Open a table file in the format that its name indicates.
+
+    Parquet readers are not cached, because they have state.
+    """
     if path.endswith((ARROW, "/" + PICTURES)):
         return _cached_table(path)
     if path.lower().endswith(TAR):

@@ -258,7 +258,7 @@ class ControlChannel:
 
 
 class ControlClient:
-    """A client of the `ControlChannel` actor, which can be pickled and sent to other processes."""
+    """A picklable client of the `ControlChannel` actor, for use in other processes."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor

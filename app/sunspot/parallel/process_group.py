@@ -147,8 +147,8 @@ class ProcessGroups:
     def abort_collectives(self) -> None:
         """Abort all collectives in this process, from any thread.
 
-        `SumGuard.trip` is called first. Gloo's collectives then raise an error. NCCL's collectives end without an
-        error but with wrong sums, which the guard keeps out of the parameters.
+        Calls `SumGuard.trip` before aborting anything. Gloo's collectives then raise an error. NCCL's collectives end
+        without an error but with wrong sums, which the guard keeps out of the parameters.
         """
         with self._ending:
             self.sums.trip()

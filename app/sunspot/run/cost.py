@@ -104,8 +104,8 @@ def compute_spending(attempts: Sequence[Attempt], receipts: Sequence[Receipt], e
 def cost_of_loss(attempts: Sequence[Attempt], receipt: Receipt) -> float | None:
     """Return the cost of the interruption that a receipt describes, or None if no price is known.
 
-    The interruption begins once the step from which the run later continues is complete (`Receipt.left`). It ends when
-    the next attempt has completed its first step (`Receipt.first_step`).
+    The interruption begins when the run completes the step from which it later continues (`Receipt.left`). It ends
+    when the next attempt has completed its first step (`Receipt.first_step`).
     """
     return _spent(attempts, [receipt], (receipt.left, receipt.first_step)).cost
 

@@ -96,7 +96,7 @@ def read_content(storage: Storage, key: str, most: int = MAX_OBJECT_BYTES) -> by
 
 
 def parse(schema: Any, content: bytes, place: str) -> Any:
-    """Parse JSON as `schema`, a dataclass or another type.
+    """Parse JSON as the type `schema`, such as a dataclass.
 
     Values are not converted to other types, and unknown fields are ignored. Raises `DamageError` with `place` in its
     message if the content does not match the schema.

@@ -369,9 +369,10 @@ def find_end_of_nodes(seen: RunSeen, attempts: Sequence[Attempt], written: float
 
 
 def find_deleted_checkpoint(status: Status | None, committed: Collection[str]) -> str:
-    """Return the name of an ended run's last checkpoint if the checkpoint no longer exists, or an empty string.
+    """Return the name of a run's last checkpoint if the run has ended and the checkpoint no longer exists.
 
-    A run always keeps its newest checkpoint, so something else has deleted it, such as a lifecycle rule.
+    Otherwise, return an empty string. A run always keeps its newest checkpoint, so
+    something else has deleted it, such as a lifecycle rule.
     """
     name = status.checkpoint if status and status.state.terminal else None
     return name if name and name not in committed and by_step([name, *committed])[-1] == name else ""

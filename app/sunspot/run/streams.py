@@ -274,8 +274,8 @@ def tidy(
 ) -> None:
     """Merge small segments of attempts that have ended. Raises `StorageError` if storage fails.
 
-    If a frozen process of an ended attempt wakes up, it can merge the same segments again. Their lines are then stored
-    twice, which is harmless. `read` returns the content of a segment, or raises `DamageError`.
+    If a frozen process of such an attempt wakes up, it can merge the same segments again. Their lines are then
+    stored twice, which is harmless. `read` returns the content of a segment, or raises `DamageError`.
     """
     read = read or (lambda segment: read_segment(storage, segment))
     current = without_merged_parts(listed)

@@ -1,4 +1,4 @@
-"""Parses DEADLINE and BUDGET, from the settings and from the texts that runs record."""
+"""Parses the values of DEADLINE and BUDGET, whether from settings or from a run's records."""
 
 import math
 from datetime import datetime

@@ -299,7 +299,7 @@ class Part(NamedTuple):
     """An uploaded part of a large object."""
 
     number: int
-    "The part's number, from 1."
+    "The part's number, counted from 1."
     version: str
     "The identifier of the part's content: S3's ETag or Google's generation."
     crc32: int = 0

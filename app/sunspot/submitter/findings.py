@@ -139,8 +139,11 @@ class Finding:
         return {**kind, "evidence": self.evidence, "advice": self.advice, **self.details, **traces}
 
 
-def most_explaining_first(findings: Iterable[Finding]) -> list[Finding]:
-    """Return the findings sorted by severity, cost, and the order of `Diagnosis`."""
+def by_severity(findings: Iterable[Finding]) -> list[Finding]:
+    """Return the findings with the most severe first.
+
+    Findings of the same severity are sorted by cost, highest first, and then in the order of `Diagnosis`.
+    """
 
     def rank(finding: Finding) -> tuple[int, float, int]:
         kind = UNSCHEDULABLE[0] if finding.finding in UNSCHEDULABLE else finding.finding

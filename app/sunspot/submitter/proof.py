@@ -259,9 +259,9 @@ def find_foreign_rows(tables: list[pyarrow.Table], layout: EpochLayout) -> list[
 
 
 def find_wrong_steps(tables: list[pyarrow.Table], layout: EpochLayout, end: int) -> list[str]:
-    """Return a line for each step up to `end` that was not recorded or consumed the wrong number of rows.
+    """Return lines that name the missing steps up to `end`, and the steps that consumed the wrong number of rows.
 
-    In a mixture, the rows of each source are also checked.
+    In a mixture, the rows of each source are also checked. Long lists are shortened.
     """
     found = _count_by_step(tables)
     known = sorted(step for step in found if 1 <= step <= end)

@@ -89,7 +89,7 @@ def decay_matrices(model: torch.nn.Module, weight_decay: float) -> list[dict[str
 
 
 def fused_on_gpu(model: torch.nn.Module) -> bool | None:
-    """Return the value of an optimizer's argument `fused`: True on a GPU, or None to let PyTorch choose."""
+    """Return the value to pass as an optimizer's `fused` argument: True on a GPU, or None to let PyTorch choose."""
     return next(model.parameters()).is_cuda or None
 
 

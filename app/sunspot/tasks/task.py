@@ -203,7 +203,7 @@ class TrainingRun(Protocol):
 
     @property
     def epoch(self) -> int:
-        """Epoch of the next step, from 1."""
+        """The epoch of the next step, counted from 1."""
 
     def batches(self) -> Iterator[Batch]:
         """Yield this worker's batch for each step, from `position` until the run ends or is stopped.

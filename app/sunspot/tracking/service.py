@@ -65,7 +65,7 @@ class Service(ABC):
 
     @abstractmethod
     def open(self, tracking_run: str) -> str:
-        """Open an existing tracking run, and return its address for the user."""
+        """Open an existing tracking run, and return the address to show to the user."""
 
     @abstractmethod
     def describe(self, parameters: Mapping[str, str], tags: Mapping[str, str]) -> None:

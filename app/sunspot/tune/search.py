@@ -90,7 +90,7 @@ class RunningSearch:
     search: Search
     claimant: Claimant
     errors: dict[int, str] = field(default_factory=dict)
-    "The error of each ended trial, keyed by its number, or an empty string if it had none."
+    "The error of each trial that has ended, keyed by the trial's number. It is empty if the trial had no error."
     promoted: str | None = None
     "The name of the run with the promoted checkpoint."
     stop_request: StopRequest = field(default_factory=StopRequest)
@@ -109,7 +109,7 @@ class RunningSearch:
             print(visible(line), flush=True)
 
     def show_progress(self, attempt: Attempt, outcome: DriverStatusWriter) -> None:
-        """Write the number of ended trials to the status.
+        """Write to the status how many trials have ended.
 
         Raises `SupersededError` if another process has taken over the search, and `StorageError` if storage fails.
         """

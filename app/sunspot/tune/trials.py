@@ -1,8 +1,9 @@
 """The trials of a search, each of which is a run inside a Ray Tune trial.
 
 Tune's ASHA scheduler decides which trials continue. Tune's own files are discarded, because a trial's state is in its
-run. When a search resumes, ended trials only replay their history to the scheduler, and the others resume from their
-checkpoints. A trial that ASHA rejects is not killed. Its run is stopped as if by a user: it saves, and stays stopped.
+run. When a search resumes, trials that have ended only replay their history to the scheduler, and the other trials
+resume from their checkpoints. A trial that ASHA rejects is not killed. Its run is stopped as if by a user:
+it saves, and stays stopped.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Reads all runs' states with few requests, and the curves, incidents and costs of the runs on the page.
 
 A refresh lists the runs' names, a thousand per request. It then reads every live run with three to five small
-requests. Each refresh also reads a few of the ended runs, which change only if they are submitted again.
+requests. Each refresh also reads a few of the runs that have ended. They change only if they are submitted again.
 """
 
 import time
@@ -29,7 +29,7 @@ from sunspot.storage.base import Entry, Storage
 from sunspot.storage.limits import refuse_if_given_up
 
 MAX_ENDED = 10
-"""Largest number of ended runs that a refresh reads."""
+"""Largest number of runs that a refresh reads although they have ended."""
 
 CURVE_EVERY_S = 30.0
 """Seconds between two reads of a live run's history."""
@@ -62,7 +62,7 @@ class AllRuns:
 
     @property
     def known(self) -> list[RunSeen]:
-        """All runs that have been read. If the newest read of a run failed, its `trouble` is set."""
+        """All runs that have been read. If the latest attempt to read a run failed, its `trouble` is set."""
         return [seen for seen in list(self.seen.values()) if seen.exists or seen.trouble]
 
     def refresh(self) -> "AllRuns":

@@ -30,14 +30,14 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Reading(Generic[Value]):
-    """The result of the newest read."""
+    """The result of the latest attempt to read a value."""
 
     value: Value | None
-    "The value from the newest successful read, or None before the first one."
+    "The value from the latest successful read, or None before the first successful read."
     trouble: str = ""
-    "The reason why the newest read failed, or an empty string if it succeeded."
+    "The reason why the latest attempt failed, or an empty string if it succeeded."
     missing: bool = False
-    "True if the newest read failed because the object does not exist."
+    "True if the latest attempt failed because the object does not exist."
 
 
 class RefreshingValue(Generic[Value]):

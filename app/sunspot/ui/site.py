@@ -179,7 +179,7 @@ def read_log(run: Run, stream: str) -> Log | None:
 
 
 def _troubles(reading: Reading[Any], what: str = "") -> list[Html]:
-    """Return a list with an alert if the newest read failed, otherwise an empty list."""
+    """Return a list with an alert if the latest read failed, otherwise an empty list."""
     if not reading.trouble:
         return []
     rest = " Below is an earlier reading." if reading.value is not None else ""

@@ -256,7 +256,7 @@ def _empty(run: Run) -> None:
         if left and not deletion_begun(run):
             raise ConflictError(
                 f"{run.location}: the deletion marker is gone, so another process has finished deleting this run. The "
-                "remaining objects might belong to a new run and were not removed; check them before you delete again"
+                "remaining objects might belong to a new run and were kept; check them before you delete the run again"
             )
         for upload in _unfinished(run):
             run.storage.discard(upload)
@@ -275,8 +275,8 @@ def _empty(run: Run) -> None:
 def _refuse_if_written(run: Run, entries: Sequence[Entry]) -> None:
     if entries:
         names = ", ".join(entry.key.removeprefix(run.key("")) for entry in entries[:MAX_NAMED])
-        alive = "so one of the run's processes is still alive. It can no longer commit a checkpoint; stop it"
-        raise ConflictError(f"{run.location}: objects keep appearing ({names}), {alive}, and delete again")
+        alive = "so one of the run's processes is still alive. It can no longer commit a checkpoint; stop the process"
+        raise ConflictError(f"{run.location}: objects keep appearing ({names}), {alive}, and delete the run again")
 
 
 def _list(run: Run, with_mark: bool = False) -> tuple[list[Entry], list[Entry]]:

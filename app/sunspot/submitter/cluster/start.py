@@ -74,7 +74,9 @@ class Submission:
     access: RunAccess
     job: str
     action: str
-    "One of created, replaced (an ended RayJob), attached (the RayJob is live) or finished (the run has succeeded)."
+    """One of created, replaced (the old RayJob had ended), attached (the RayJob is live) or finished.
+
+    If it is finished, the run has succeeded."""
     reason: str
     dry_run: bool
     place: str = ""

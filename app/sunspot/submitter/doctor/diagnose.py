@@ -27,7 +27,7 @@ from sunspot.submitter.doctor.training.goals import find_missed_goals
 from sunspot.submitter.doctor.training.halted import find_end, find_hung, find_late_end, find_stall
 from sunspot.submitter.doctor.training.memory_losses import find_out_of_memory
 from sunspot.submitter.doctor.training.saving import find_storage
-from sunspot.submitter.findings import Diagnosis, Finding, Severity, most_explaining_first
+from sunspot.submitter.findings import Diagnosis, Finding, Severity, by_severity
 
 CHECKS = (
     find_not_finite,
@@ -99,7 +99,7 @@ def examine(access: RunAccess) -> Examination:
     if not findings:
         kind = Diagnosis.STOPPED if state is RunState.STOPPING else Diagnosis.STARTING
         findings.append(Finding(kind, Severity.NOTE, reason, "wait, and ask again"))
-    return Examination(state, reason, most_explaining_first(findings), unseen, cluster_trouble)
+    return Examination(state, reason, by_severity(findings), unseen, cluster_trouble)
 
 
 def _make_case(access: RunAccess, snapshot: RunSnapshot, details: RunDetails, unseen: list[str]) -> Case:

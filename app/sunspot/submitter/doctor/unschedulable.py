@@ -109,7 +109,7 @@ def find_refusals(message: str, pod: Mapping[str, Any], nodes: Nodes) -> list[Re
 
 
 def _without_empty(refusal: Refusal, found: Sequence[Sequence[Obstacle]]) -> Refusal:
-    """Subtract the nodes that are too small even when empty from the refusal's count, and return the result."""
+    """Return the refusal with a count that excludes the nodes that are too small even when empty."""
     lack = sum(any(each.what in (refusal.what, f"without {refusal.what}") for each in obstacles) for obstacles in found)
     return refusal._replace(nodes=max(1, refusal.nodes - lack))
 
