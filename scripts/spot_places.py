@@ -70,7 +70,7 @@ class Trace:
     wanted: int
 
     def offers(self) -> list[Offer]:
-        """Return each zone with the price of all wanted nodes."""
+        """Return each zone with the price of all nodes that the run wants."""
         return [
             Offer(zone, float(price) * self.wanted, zone == ON_DEMAND)
             for zone, price in zip(self.zones, self.prices, strict=True)
@@ -107,7 +107,7 @@ class Journey:
         return {self.place, self.trying} - {""}
 
     def look(self, now: float, shares: Mapping[str, float]) -> None:
-        """Remember the shares of the wanted nodes in some zones."""
+        """Remember what share of the run's nodes each of these zones has."""
         for place, share in shares.items():
             before = self.known.get(place)
             self.known[place] = before.then(now, share) if before else Experience(now, share, share)

@@ -59,7 +59,7 @@ def enter_code(reference: str) -> None:
 
 
 def set_up_process() -> None:
-    """Put the folder of the code in SUNSPOT_CODE first on `sys.path`. Log a warning if that fails.
+    """Put the code's folder first on `sys.path` if SUNSPOT_CODE is set. Log a warning if that fails.
 
     Ray would keep restarting a process that fails here, so the worker raises the error later (train/joining.py).
     """

@@ -1,7 +1,7 @@
 """Handles Sunspot's log records. All modules log to children of the logger `sunspot`.
 
-A process that an entry point started prints its records. A worker also sends its warnings to the driver. If a program
-imports Sunspot as a library, no handler is installed, so the program decides what happens to the records.
+A process prints its records if it was started by an entry point. A worker also sends its warnings to the driver. If a
+program imports Sunspot as a library, no handler is installed, so the program decides what happens to the records.
 """
 
 import logging

@@ -114,7 +114,7 @@ def make_plan(settings: Settings, task: Task) -> Plan:
     if settings.early_stop_evaluations and not test:
         raise SettingsError(
             f"SUNSPOT_EARLY_STOP_EVALUATIONS={settings.early_stop_evaluations}: the run has no evaluations, because "
-            "its data have no held-out rows or its task has no loss; set it to 0"
+            "there are no held-out rows or the task has no loss; set SUNSPOT_EARLY_STOP_EVALUATIONS to 0"
         )
     if task.full_batch:  # each step ends with a checkpoint, so there is nothing to copy in between
         settings = settings.model_copy(update={"snapshot_cost": 0.0})

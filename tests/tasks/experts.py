@@ -1,4 +1,4 @@
-"""A conditional model with one expert per class, used only for that class's rows."""
+"""A model with one expert per class. Each expert is used only for the rows of its class."""
 
 from __future__ import annotations
 

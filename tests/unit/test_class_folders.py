@@ -213,7 +213,7 @@ def test_links_are_followed_but_cycles_are_rejected(tmp_path: Path) -> None:
 def test_image_names_must_be_valid_utf_8(tmp_path: Path) -> None:
     location = put_files(tmp_path, "cat/a.png", "dog/a.png")
     os.rename(tmp_path / "cat", os.fsencode(tmp_path) + b"/c\xe4t")
-    with refusal(DataError, r"c\udce4t: the name is not valid UTF-8; rename it"):
+    with refusal(DataError, r"c\udce4t: the name is not valid UTF-8; change it"):
         open_rows(location)
 
 

@@ -318,7 +318,7 @@ def test_checkpoints_are_printed_as_a_table(run: Run, sunspot: StorageCommand) -
     assert line.endswith("yes")
 
 
-def test_a_run_without_checkpoints_has_an_empty_list(run: Run, sunspot: StorageCommand) -> None:
+def test_the_checkpoint_list_of_a_run_without_checkpoints_is_empty(run: Run, sunspot: StorageCommand) -> None:
     listed = sunspot("checkpoints", "ls", "run", "--json")
     assert (listed.code, listed.json) == (0, [])
     assert (sunspot("checkpoints", "verify", "run", "--json").json, sunspot("checkpoints", "ls", "run").code) == ([], 0)

@@ -142,7 +142,7 @@ STYLES = (
 
 
 def compare_with_one_process(group: dist.ProcessGroup) -> list[str]:
-    """Return the loop styles in which this rank differs from a single process with all rows."""
+    """Return the loop styles in which this rank's results differ from those of a single process with all rows."""
     differing = []
     for style in [*(each.__name__ for each in STYLES), "freezing", "unfreezing"]:
         torch.manual_seed(1)
@@ -166,7 +166,7 @@ def compare_with_one_process(group: dist.ProcessGroup) -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_that_use_different_parameters_match_a_single_process(world_size: int, tmp_path: Path) -> None:
+def test_ranks_that_use_different_parameters_train_like_a_single_process(world_size: int, tmp_path: Path) -> None:
     assert in_processes(tmp_path, world_size, compare_with_one_process) == [[]] * world_size
 
 
@@ -241,7 +241,7 @@ def test_layers_below_a_sparse_embedding_get_averaged_gradients(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("parallel", "micro_batch_size"), [("ddp", 0), ("ddp", 2), ("fsdp", 0)])
-def test_a_conditional_model_gets_the_same_weights_on_any_number_of_workers(
+def test_a_model_with_experts_gets_the_same_weights_on_any_number_of_workers(
     parallel: str, micro_batch_size: int, tmp_path: Path
 ) -> None:
     """Some steps have fewer rows than workers. The rows that only keep a rank busy must not use an expert."""

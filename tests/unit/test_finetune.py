@@ -297,7 +297,7 @@ def test_a_base_model_that_does_not_exist_is_rejected(monkeypatch: pytest.Monkey
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with refusal(SettingsError, "base='nobody/nothing'", "the hub did not provide it"):
         open_base("nobody/nothing")
-    with refusal(SettingsError, "base=''", "this is not a path, a URL or a name"):
+    with refusal(SettingsError, "base=''", "the value must be a non-empty string"):
         open_base("")
 
 

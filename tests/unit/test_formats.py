@@ -349,5 +349,5 @@ def test_file_names_must_be_valid_utf_8(tmp_path: Path) -> None:
     folder = tmp_path / "hund"
     folder.mkdir()
     (folder / os.fsdecode(b"x\xff.png")).touch()
-    with pytest.raises(DataError, match=r"hund/x\\udcff\.png: the name is not valid UTF-8; rename it"):
+    with pytest.raises(DataError, match=r"hund/x\\udcff\.png: the name is not valid UTF-8; change it"):
         find_files(str(tmp_path))

@@ -331,7 +331,7 @@ def test_the_plan_of_a_mixture_shows_its_sources(mixture: str, loader: str) -> N
     assert identify_rows(other).data != identify_rows(plan).data
 
 
-def test_a_changed_weight_is_refused_with_the_reason(mixture: str, tmp_path: Path) -> None:
+def test_a_changed_weight_is_refused_with_an_explanation(mixture: str, tmp_path: Path) -> None:
     run = open_run(str(tmp_path / "runs"), "run")
     settings = table_settings(mixture)
     record_identity(run, settings.environment(), IDENTITY, identify_rows(plan_of(settings)))

@@ -123,7 +123,7 @@ def test_a_driver_resumes_training_if_its_move_is_cancelled_while_it_saves_a_che
     groups: list[str] = []
 
     def end_group(plan: Plan, claimant: Claimant, stop_request: StopRequest, note_end: object) -> Checkpoint:
-        """Stop for the request of the new driver, and then for `sunspot stop`."""
+        """Stop at the new driver's request, and then because of `sunspot stop`."""
         groups.append(stop_request.moves_to)
         if given_up and len(groups) == 1:
             clear_handover(run)
@@ -460,5 +460,5 @@ def test_a_run_that_is_training_outside_the_profiles_places_does_not_move(
     write_status(sunspot.run, Status(RunState.RUNNING, "run-1#a@sunspot/0", attempt=1))
 
     assert move(sunspot, profile) == 6
-    assert "which is not a place of the profile; stop it, and submit it with --place west" in sunspot.err
+    assert "which is not in any of the profile's places; stop the run, and submit it with --place west" in sunspot.err
     assert jobs(clusters) == {"east": 0, "west": 0}

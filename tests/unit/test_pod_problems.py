@@ -31,7 +31,7 @@ def test_a_running_pod_has_no_problem() -> None:
     assert find_problems(job(), pods, [old]) == []
 
 
-def test_the_problem_of_a_pod_is_read_from_its_status_or_a_warning_event() -> None:
+def test_a_pods_problem_is_read_from_its_status_or_a_warning_event() -> None:
     head = pod_view(pod("head", CLUSTER, head=True, **waiting("ImagePullBackOff", "ErrImagePull: not found")))
     workers = [pod_view(pod(name, CLUSTER, phase="Pending")) for name in ("a", "b")]
     warnings = [

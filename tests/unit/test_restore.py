@@ -177,7 +177,7 @@ def test_a_group_starts_from_the_newest_complete_sharded_state(
     assert all((each.snapshot.step, each.snapshot.part, nodes[each.rank]) in left for each in chosen)
 
 
-def test_a_copy_of_a_superseded_attempt_is_ignored(run: Run) -> None:
+def test_a_copy_left_by_a_superseded_attempt_is_ignored(run: Run) -> None:
     first = start(run, "other")
     commit(run, first, 5)
     start(run, "me", checkpoint_name(5, 1))

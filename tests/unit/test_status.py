@@ -275,7 +275,7 @@ def test_only_objects_in_the_status_folder_are_read_as_statuses() -> None:
     assert newest_status([Entry(key, 1, 0.0, "") for key in keys]) is None
 
 
-def test_the_status_of_the_driver_is_preferred_to_a_status_of_rank_0_with_the_same_time() -> None:
+def test_the_drivers_status_is_preferred_if_rank_0s_status_has_the_same_timestamp() -> None:
     """Buckets report modification times in whole seconds."""
     listed = [entry_of(f"0001-{A}-workers"), entry_of(f"0001-{A}")]
     assert [newest_status(order) for order in (listed, listed[::-1])] == [listed[1], listed[1]]

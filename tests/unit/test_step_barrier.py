@@ -31,7 +31,7 @@ def fail() -> None:
 
 
 def barrier(meet: Any = fail) -> StepBarrier:
-    """Return the barrier of a member of group 1."""
+    """Return a member's side of group 1's barrier."""
     opened = StepBarrier(meet)
     opened.open(1)
     return opened

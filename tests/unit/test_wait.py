@@ -642,7 +642,7 @@ def test_a_submitted_run_is_not_mistaken_for_a_local_run(run: Run, sunspot: Comm
     age(run, 100)
     run.storage.write(run.key("submissions", "0001-run-1234.json"), b"{}")
     assert sunspot("status", "run") == 0
-    assert "the cluster cannot be read (no cluster" in sunspot.err
+    assert "cannot query the cluster (no cluster" in sunspot.err
     assert "so this status comes only from storage" in sunspot.err
 
 

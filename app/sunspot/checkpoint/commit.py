@@ -383,7 +383,7 @@ class CheckpointCommitter:
             if not self._coordinator.leads:
                 return
             ensure_committer(self._run, self._attempt, name)
-            if self._drops(snapshot):  # by now, any change that was in progress when the copy ended is known
+            if self._drops(snapshot):  # by now, any change that was in progress when the copy finished is known
                 delete_checkpoint(self._run, name)
                 return
             committed = replace(snapshot.manifest, files=files, time=time.time())

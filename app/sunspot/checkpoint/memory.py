@@ -261,9 +261,9 @@ class NodeMemory:
         self._slots = kept
 
     def _make_slot(self, size: int, device: torch.device | None) -> str:
-        """Add a slot in shared memory unless there are enough slots.
+        """Add a slot if shared memory is in use and there are fewer than MAX_SLOTS.
 
-        Returns an empty string, or the reason why the slot could not be added.
+        Returns the reason why a slot could not be added, or an empty string if it was added or is not needed.
         """
         if not self.directory or not self.shared or len(self._slots) >= MAX_SLOTS:
             return ""

@@ -87,7 +87,7 @@ class CopyEnd(NamedTuple):
     on_cpu: bool
     "True if the CPU copied the tensors."
     aborted: bool
-    "True if the device's collectives were being aborted when the copy ended, so that their results may be wrong."
+    "True if the device's collectives were being aborted when the copy finished. The copy may then be wrong."
 
 
 @dataclass
@@ -178,8 +178,8 @@ class Snapshots:
     ) -> None:
         """Prepare to take one worker's snapshots.
 
-        If the state is sharded, `exchange` stores each part on two nodes. `sums` shows whether collectives were being
-        aborted when a copy ended, in which case the copy may contain wrong values.
+        If the state is sharded, `exchange` stores each part on two nodes. `sums` tells whether collectives were already
+        being aborted when a copy finished. Such a copy may contain wrong values.
         """
         self._memory = memory
         self._saved = saved

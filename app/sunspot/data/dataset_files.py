@@ -255,7 +255,7 @@ def _decode(name: bytes) -> str:
     try:
         return name.decode()
     except UnicodeDecodeError as error:
-        raise DataError(f"{name.decode(errors='surrogateescape')}: the name is not valid UTF-8; rename it") from error
+        raise DataError(f"{name.decode(errors='surrogateescape')}: the name is not valid UTF-8; change it") from error
 
 
 def _list_saved_dataset(location: str, state: bytes) -> list[str]:

@@ -203,7 +203,10 @@ def to_pixels(image: Any, channels: int) -> np.ndarray:
 
 
 def fit_pixels(image: Any, channels: int, height: int, width: int) -> np.ndarray:
-    """Return a Pillow image, cropped from its center and scaled by a bicubic filter, as uint8 [C, height, width]."""
+    """Crop and scale a Pillow image, and return it as uint8 [C, height, width].
+
+    The image is cropped at its center to the target's proportions, and scaled with a bicubic filter.
+    """
     import torch
     from torch.nn.functional import interpolate
 
@@ -224,7 +227,7 @@ def fit_pixels(image: Any, channels: int, height: int, width: int) -> np.ndarray
 
 
 def _convert(image: Any, channels: int) -> Any:
-    """Return an upright Pillow image in gray (1 channel) or RGB (3 channels)."""
+    """Turn a Pillow image upright by its EXIF orientation, and convert it to gray (1 channel) or RGB (3 channels)."""
     from PIL import Image
 
     image.load()

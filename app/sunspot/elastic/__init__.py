@@ -59,7 +59,7 @@ decisions and the exchange of row IDs (AUDIT) always use gloo.
                                           are dropped, and the others continue (`CheckpointManager.leave_group`)
  5. train.step_guard.StepGuard            decides whether the abandoned step counts. It counts if `Worker.finish_step`
                                           has accepted it, unless the GPU has cancelled it because the step's sums
-                                          were aborted. train.undo.StepUndo then restores the state after the newest
+                                          were aborted. train.undo.StepUndo then restores the state as of the newest
                                           step that counts. If StepUndo cannot restore it, the process keeps no state,
                                           and gets another worker's. If no worker has the state, all return to the
                                           newest copy or checkpoint. Under hsdp, a worker that waits for the others

@@ -400,7 +400,10 @@ class Membership:
         return newcomers if after_loss or lacks_state else [*newcomers, *leaving]
 
     def _step_of(self, member: Member) -> float:
-        """Return the step of a process's state. A member that is training has the newest state."""
+        """Return the step of a process's state, or a placeholder if the process has no usable state.
+
+        For a member that is still training, returns infinity, because its state is at least as new as any other.
+        """
         is_member = self._is_member(member.uid)
         if self._open and is_member:
             return math.inf

@@ -36,7 +36,8 @@ class Phases(TypedDict, total=False):
 class OpenIncident:
     """The incident that ended the previous group, and the receipt that the new group will write.
 
-    Rank 0 of the new group keeps this object until the group has taken its first step or repeated the evaluation.
+    Rank 0 of the new group keeps this object until the group has taken its first step, or has repeated the evaluation
+    that the previous group did not complete.
     """
 
     def __init__(self, start: StartPoint, state: TrainingState, control: ControlClient, phases: Phases) -> None:
@@ -56,7 +57,7 @@ class OpenIncident:
         return self._incident
 
     def close(self) -> Receipt:
-        """Close the incident, and return its receipt. Call this after the group's first step or evaluation."""
+        """Close the incident, and return its receipt. Call this after the group's first step or repeated evaluation."""
         later = self._control.call_or_none(ControlChannel.close_incident)
         if later:  # Ray may report a lack of memory after the group has begun
             self._incident = merge(self._incident, later)

@@ -2,8 +2,8 @@
 
 The supervisor runs in the driver. It waits for the control channel and for Ray, but never for storage, because storage
 that hangs must not delay a notice or a SIGTERM. A thread of `run.outcome` reads storage for the driver, including the
-stop marker. Another thread reads how many workers are wanted (wanted_workers.py). Because a terminal may block a
-process that prints to it, lines about nodes go to `observe.progress`, which prints in a thread of its own.
+stop marker. Another thread reads how many workers the run should have (wanted_workers.py). Because a terminal may block
+a process that prints to it, lines about nodes go to `observe.progress`, which prints in a thread of its own.
 """
 
 import logging
@@ -128,9 +128,9 @@ class Supervisor:
             print(f"{why}: the run saves and ends", flush=True)
 
     def _pass_on_size(self, monitor: NodeMonitor) -> None:
-        """Pass a new number of wanted workers on to the members and to Ray's autoscaler.
+        """Notify the members and Ray's autoscaler if the run should now have a different number of workers.
 
-        While Ray has started fewer workers than wanted, ask the autoscaler again every ASK_AGAIN_S.
+        While Ray has started fewer workers than the run should have, ask the autoscaler again every ASK_AGAIN_S.
         """
         if not (self._wanted and self._membership):
             return

@@ -73,7 +73,10 @@ def memory_left(groups: Path = GROUPS, process: Path = PROCESS) -> int | None:
 
 
 def resident_memory(process: Path = PROCESS) -> int | None:
-    """Return the bytes of this process's own memory, without files and shared memory, or None if unknown."""
+    """Return this process's resident anonymous memory (RssAnon) in bytes, or None if unknown.
+
+    File-backed memory and shared memory are not included.
+    """
     try:
         return _read_kilobytes(process / "status")["RssAnon"]
     except (OSError, KeyError):

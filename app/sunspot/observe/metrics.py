@@ -29,7 +29,7 @@ class Sums:
         return max(self._rows.values(), default=0)
 
     def add(self, values: Batch) -> None:
-        """Add per-row values. Each name has a tensor of shape [B] that requires no gradient."""
+        """Add per-row values. `values` maps each name to a tensor of shape [B] that does not require gradients."""
         for name, rows in values.items():
             total = rows.sum(dtype=torch.float64)
             self._sums[name] = self._sums[name].add_(total) if name in self._sums else total

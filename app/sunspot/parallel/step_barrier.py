@@ -23,7 +23,7 @@ up to 10 s (`membership_channel.PROCESS_LIMIT_S`)."""
 
 
 class StepBarrier:
-    """The barrier of one process, for all of its groups.
+    """One process's side of the step barrier, used for all groups that the process joins in turn.
 
     Only the training thread calls `wait`. Any thread can call the other methods.
     """

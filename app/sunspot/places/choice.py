@@ -5,8 +5,8 @@ The rule, in order:
 1. Places that the remaining budget cannot pay for are excluded. If no place would remain, the cheapest place is kept.
 2. If the time until the deadline is barely enough for the work, the run goes to an affordable place with on-demand
    nodes. If no such place exists, rule 3 applies with a pace of 1.
-3. Otherwise the run goes to the cheapest place that is expected to keep the pace. The pace is the share of the wanted
-   nodes with which the run would just meet the deadline. Without a deadline, the pace is USUAL_PACE.
+3. Otherwise the run goes to the cheapest place that is expected to keep the pace. The pace is the share of the
+   run's nodes with which the run would just meet the deadline. Without a deadline, the pace is USUAL_PACE.
 4. If no place keeps the pace, the run goes to the place with the most nodes.
 
 A move must pay for itself within STAY_S, so that the run does not move back and forth.
@@ -26,13 +26,13 @@ STAY_S = HOUR_S
 """Seconds within which a move must pay for itself, because nobody knows how long the nodes stay."""
 
 USUAL_PACE = 0.9
-"""Share of the wanted nodes that a run without a deadline should have."""
+"""Share of a run's nodes that a place should have if the run has no deadline."""
 
 PRICE_LIMIT = 2.0
 """Highest price that a run without a deadline pays, as a multiple of the lowest price."""
 
 LEAST_PACE = 0.05
-"""Lowest share of the wanted nodes for which a run goes to a place."""
+"""Lowest share of a run's nodes for which the run goes to a place."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Situation:
     place: str = ""
     "The place where the run trains, or an empty string if it trains nowhere."
     work_s: float | None = None
-    "Seconds of training left with all wanted nodes, or None if unknown."
+    "Seconds of training left if the run has all of its nodes, or None if unknown."
     move: Move = Move()
 
 
@@ -160,7 +160,7 @@ def choose_place(
 
 
 def _expect(offer: Offer, known: Mapping[str, Experience], now: float) -> float:
-    """Return the share of the wanted nodes that a place is expected to provide, or 1 if no run has used it yet."""
+    """Return the share of a run's nodes that a place is expected to have, or 1 if no run has used the place yet."""
     experience = known.get(offer.place)
     return experience.expect(now) if experience else 1.0
 

@@ -22,7 +22,7 @@ says little about the next morning.
 
 @dataclass(frozen=True)
 class Sighting:
-    """The share of a run's wanted nodes that were available in a place at a given time."""
+    """The share of the nodes wanted by a run that were available in a place at a given time."""
 
     place: str
     time: float
@@ -38,7 +38,7 @@ class Experience:
     time: float
     "The time of the last sighting, in seconds since the epoch."
     share: float
-    "The share of the wanted nodes in the last sighting."
+    "The share of the run's nodes that were available at the last sighting, from 0 to 1."
     average: float
     "The exponentially weighted average of the shares in all sightings."
 
@@ -55,7 +55,7 @@ class Experience:
         return Experience(time, share, forgiven + weight * (share - forgiven))
 
     def expect(self, now: float) -> float:
-        """Return the expected share of the wanted nodes, from 0 to 1.
+        """Return the share of a run's nodes that the place is expected to have, from 0 to 1.
 
         The result is based on the last share or the average, whichever is lower. A place that has just lost its nodes
         is therefore abandoned at once, and a place that has just regained them is trusted only slowly. With time, the

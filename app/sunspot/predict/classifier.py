@@ -105,8 +105,8 @@ class Classifier:
     def predict(self, images: Images) -> tuple[np.ndarray, np.ndarray]:
         """Return the most probable class of each image, int64 [B], and all probabilities, float32 [B, classes].
 
-        A single image counts as a batch of one. Images are predicted in the run's precision, in batches that are no
-        larger than those of the run. Raises `SettingsError` if the images do not fit the model.
+        A single image counts as a batch of one. The model runs in the run's precision, on batches that are no larger
+        than those of the run. Raises `SettingsError` if the images do not fit the model.
         """
         return self.predict_rows({"image": self._as_batch(images).numpy()})
 

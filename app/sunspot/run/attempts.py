@@ -236,9 +236,10 @@ def _read_version(run: Run, file: str, version: str) -> Attempt:
 
 
 def _read_attempt(run: Run, file: str) -> Attempt:
-    """Return the attempt in a file.
+    """Return the attempt stored in a file.
 
-    Raises `DamageError` if the file's name does not match, or if the attempt contradicts itself.
+    Raises `DamageError` if the attempt belongs in a file with another name, or if its start step is inconsistent with
+    the checkpoint that it starts from.
     """
     attempt = read_verified(run, Attempt, "attempts", file)
     place = run.storage.locate(run.key("attempts", file))
@@ -249,8 +250,8 @@ def _read_attempt(run: Run, file: str) -> Attempt:
     origin = attempt.starts_from
     if (step_of(origin) if origin else 0) != attempt.step or (origin and attempt_of(origin) >= attempt.number):
         raise DamageError(
-            f"{place} cannot be used: it contradicts itself, because attempt {attempt.number} cannot start at step "
-            f"{attempt.step} from {origin or 'scratch'}"
+            f"{place} cannot be used, because attempt {attempt.number} cannot start at step {attempt.step} from "
+            f"{origin or 'scratch'}"
         )
     return attempt
 

@@ -78,7 +78,7 @@ class StopRequest:
         self.marked, self.moves_to = True, to
 
     def cancel_move(self, run: Run) -> None:
-        """Withdraw the request of `note_move`. Other requests to stop the run remain in force."""
+        """Withdraw the request recorded by `note_move`. Other requests to stop the run remain in force."""
         self.marked, self.moves_to = stop_requested(run), ""
 
     def raise_signal(self, kept: str, job: str) -> None:

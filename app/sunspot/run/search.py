@@ -18,7 +18,7 @@ FILE = "search.json"
 
 @dataclass(frozen=True)
 class Trial:
-    """A run of a search."""
+    """One of the runs of a search."""
 
     run: RunName
     settings: dict[str, Any]

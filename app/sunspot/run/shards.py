@@ -67,10 +67,11 @@ def describe_gap(extents: Iterable[Extent]) -> str:
 def _fill_once(pieces: list[Extent]) -> bool:
     """Return True if pieces of one tensor contain each of its elements exactly once.
 
-    Each piece adds 1 at its first corner, and 1 or -1 alternately at its other corners. Running sums over these numbers
-    in each dimension tell how many pieces contain an element. So the pieces contain each element exactly once if all
-    their numbers together equal the numbers of a single piece that covers the whole tensor. The time is proportional to
-    the number of pieces.
+    Each piece adds a number to an array at each corner of the piece. The number is 1 at the first corner, and its sign
+    changes with each dimension in which a corner lies at the piece's end. The cumulative sum of this array over all
+    dimensions is the number of pieces that contain each element. So the pieces contain each element exactly once if the
+    array equals the array of a single piece that covers the whole tensor. The time is proportional to the number of
+    pieces.
     """
     shape = pieces[0].shape
     sums = Counter[tuple[int, ...]]()

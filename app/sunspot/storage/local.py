@@ -222,7 +222,11 @@ class LocalStorage(Storage):
         return descriptor
 
     def _stat(self, folder: int, key: str) -> os.stat_result:
-        """Return the `stat` result of a key in its open folder. Links to places outside are not followed."""
+        """Return the `stat` result of a key in its open folder.
+
+        If the key is a link to a file outside the storage path, and such links are not followed, the result describes
+        the link itself.
+        """
         name = _split(key)[1]
         own = os.stat(name, dir_fd=folder, follow_symlinks=False)
         if not S_ISLNK(own.st_mode):

@@ -37,7 +37,7 @@ def print_text(text: str = "", end: str = "\n", flush: bool = False) -> None:
 
 
 def print_document(text: str) -> None:
-    """Print a document in UTF-8, even in another locale.
+    """Print a document in UTF-8, regardless of the locale's encoding.
 
     In another encoding, some characters would have to be escaped, which would change the document's meaning.
     """

@@ -48,7 +48,7 @@ def load_predict(settings: Settings) -> Predict:
 
 
 def find_predict(task: Task) -> Predict:
-    """Return a loaded task's `predict`, wrapped in the same way as by `load_predict`."""
+    """Return a loaded task's `predict`, wrapped so that it always takes a batch (see `load_predict`)."""
     predict = task.predict
     if predict is None:
         raise task.error(

@@ -77,7 +77,7 @@ def open_base(location: str) -> Base:
     Raises `SettingsError` if the model cannot be fetched or is incomplete.
     """
     if not location or not isinstance(location, str):
-        raise base_error(location, "this is not a path, a URL or a name")
+        raise base_error(location, "the value must be a non-empty string")
     path = Path(location).expanduser()
     if "://" in location:
         folder = _download(location)

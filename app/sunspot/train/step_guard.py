@@ -105,7 +105,7 @@ class StepGuard:
             self.confirm()
 
     def undo(self) -> bool:
-        """Restore the state after the newest step that counts, and return True if that was possible.
+        """Restore the state as of the newest step that was counted, and return True if that was possible.
 
         Call `settle` first. Returns False if the next group does not use this process's state.
         """

@@ -369,8 +369,9 @@ class Survivor:
 def abandon_step(worker: Worker) -> tuple[LiveState, StateMetadata] | None:
     """Abandon the step that the end of the group has interrupted, and return the state to continue from.
 
-    This is the state after the newest step that counts. It is returned without its tensors, which this process keeps.
-    Returns None if the interrupted step cannot be undone, or if this process has only a part of the state (fsdp).
+    This is the state as of the newest step that was counted. It is returned without its tensors, which this process
+    keeps. Returns None if the interrupted step cannot be undone, or if this process has only a part of the state
+    (fsdp).
     """
     worker.step_guard.settle()
     worker.profiler.drop()

@@ -1,4 +1,4 @@
-"""A worker in a group. After each step, the worker evaluates, saves, reports or restarts if this is due.
+"""A worker in a group. After each step, the worker evaluates, saves, reports or restarts as needed.
 
 Parameters must not change while a copy thread reads them (see `Worker.wait_before_change`).
 """

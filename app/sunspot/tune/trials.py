@@ -293,7 +293,7 @@ class DropOnPickle:
 
 
 class StoppingAsha(DropOnPickle, ASHAScheduler):
-    """An ASHA scheduler that stops trials through their runs, and tells Tune that every trial continues."""
+    """An ASHA scheduler that stops a trial by asking its run to stop. It tells Tune to continue every trial."""
 
     def __init__(self, order: str, stop: Callable[[int, str], None], on_end: Callable[[int, str], None]) -> None:
         super().__init__(

@@ -43,7 +43,7 @@ def move_run(request: JobRequest, context: str | None, timeout: float) -> Submis
 
     If the run is not alive, it is only submitted in the new place. Raises `GaveUpError` if the new RayJob does not
     claim the run within `timeout` seconds. In this case, the run stays in its old place. Raises `ConflictError` if the
-    run trains outside the profile's places, and `SettingsError` if it is a search.
+    run is training outside the profile's places, and `SettingsError` if it is a search.
     """
     rendered, cluster = render_in_place(request, context)
     run = open_run(rendered.settings.storage_path, rendered.settings.run_name)
@@ -60,8 +60,8 @@ def move_run(request: JobRequest, context: str | None, timeout: float) -> Submis
         return Submission(RunAccess(run, cluster), old.job, "attached", "the run is already there", False, old.place)
     if not old.place:
         raise ConflictError(
-            f"{run.name} trains in {old.describe()}, which is not a place of the profile; stop it, and submit it with "
-            f"--place {request.place}"
+            f"{run.name} is being trained by {old.describe()}, which is not in any of the profile's places; stop the "
+            f"run, and submit it with --place {request.place}"
         )
     left = find_job_in_place(request, run, old.place, old.job)
     set_variable(rendered.manifest, MOVES_FROM, before.owner)

@@ -164,7 +164,7 @@ class RunAccess:
         if snapshot.storage.summary.deleting:
             raise ConflictError(f"{self.run.name} is {RunState.DELETING}: {snapshot.state()[1]}")
         if snapshot.cluster.trouble:
-            warn(f"the cluster cannot be read ({snapshot.cluster.trouble}), so only the run's storage was checked")
+            warn(f"cannot query the cluster ({snapshot.cluster.trouble}), so only the run's storage was checked")
         return snapshot
 
     def require_known(self, snapshot: RunSnapshot) -> None:

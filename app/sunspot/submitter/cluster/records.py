@@ -232,7 +232,7 @@ def _list_jobs(storage: Storage, cluster: Cluster | None) -> tuple[dict[str, Job
     try:
         jobs = cluster.list_jobs() if cluster else []
     except ClusterError as error:
-        warn(f"the cluster cannot be read ({error}), so these states come only from storage")
+        warn(f"cannot query the cluster ({error}), so these states come only from storage")
         return newest, None
     here = storage.locate("").rstrip("/")
     for job in jobs:

@@ -188,4 +188,4 @@ def _find_pods(access: RunAccess, snapshot: RunSnapshot) -> WorkerPods | None:
     if snapshot.cluster.trouble:
         raise ClusterError(snapshot.cluster.trouble)
     owner = Owner.parse(status.owner).describe()
-    raise ConflictError(f"{access.run.name} is trained by {owner}; pass the --context and --namespace of its cluster")
+    raise ConflictError(f"{owner} is training {access.run.name}; pass the --context and --namespace of its cluster")

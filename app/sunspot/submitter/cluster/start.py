@@ -346,7 +346,7 @@ def _is_ending(snapshot: RunSnapshot, job: JobView) -> bool:
 
 
 def _explain_conflict(live: JobView, wanted: JobView, again: str) -> str:
-    """Return an error message with a line for each difference between the live and the wanted RayJob.
+    """Return an error message with a line for each difference between the live and the requested RayJob.
 
     Settings are listed by name, and other differences by their path in the spec.
     """

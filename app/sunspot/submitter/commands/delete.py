@@ -73,7 +73,7 @@ def _print(access: RunAccess, contents: RunContents) -> None:
     print_text(f"{in_cluster}in {run.location}")
     if contents.snapshot.cluster.trouble:
         trouble = contents.snapshot.cluster.trouble
-        warn(f"the cluster cannot be read ({trouble}), so only the run's storage was checked")
+        warn(f"cannot query the cluster ({trouble}), so only the run's storage was checked")
     if contents.foreign:
         print_text(f"these files are not touched, because they do not belong to the run: {contents.name_foreign()}")
     if contents.dataset:

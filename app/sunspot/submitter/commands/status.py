@@ -44,7 +44,7 @@ def _look(access: RunAccess) -> tuple[StatusRecord, RunDetails | None]:
     """Read the run, and warn if the cluster or storage does not answer."""
     snapshot, details = read_run(access)
     if snapshot.cluster.trouble:
-        warn(f"the cluster cannot be read ({snapshot.cluster.trouble}), so this status comes only from storage")
+        warn(f"cannot query the cluster ({snapshot.cluster.trouble}), so this status comes only from storage")
     if snapshot.storage.trouble:
         known = "the status in storage" if snapshot.storage.status else "the cluster"
         warn(f"storage cannot be read ({snapshot.storage.trouble}), so this status comes only from {known}")

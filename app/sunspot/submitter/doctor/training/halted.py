@@ -181,7 +181,7 @@ def _advise_silent(case: Case, owner: Owner) -> str:
 def _time_since(case: Case, status: Status, recorded: float) -> float:
     """Return the seconds since a time that the run recorded.
 
-    The run's clock can differ from this machine's clock, so only times of the same clock are subtracted.
+    The run's clock can differ from this machine's clock, so each subtraction uses two times from the same clock.
     """
     return (case.now - status.seen) + (status.time - recorded)
 
