@@ -41,7 +41,7 @@ BUDGETS = {
     "ray_internals": 440,
     "ray_session": 180,
     "report": 1340,
-    "run": 3350,
+    "run": 3370,
     "settings": 820,
     "storage": 1630,
     "submitter": 980,

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,7 @@ from sunspot.errors import (
     DamageError,
     EndAtOnceError,
     SettingsError,
+    StorageError,
     SunspotError,
     SupersededError,
     TerminatedError,
@@ -32,6 +34,7 @@ from sunspot.errors import (
 )
 from sunspot.formatting import as_bytes
 from sunspot.run import Claimant, Run, open_run
+from sunspot.run import outcome as outcomes
 from sunspot.run.attempts import fatal_error, record_error
 from sunspot.run.failures import read_failures
 from sunspot.run.logs import (
@@ -46,7 +49,7 @@ from sunspot.run.logs import (
     read_stream,
     shipped_driver_output,
 )
-from sunspot.run.outcome import recorded_outcome
+from sunspot.run.outcome import RecordLimit, recorded_outcome
 from sunspot.run.overview import list_runs
 from sunspot.run.requests import (
     StopRequest,
@@ -116,7 +119,7 @@ def test_a_driver_that_fails_before_its_claim_does_not_change_the_run(
     run.storage.write(run.key("report.html"), b"of the run")
     driver = new_driver()
     claimant = Claimant(run, "another", driver)
-    with pytest.raises(type(error)), report_result(run, driver), recorded_outcome(claimant, None, 10):  # noqa: PT012
+    with pytest.raises(type(error)), report_result(run, driver, RecordLimit()), recorded_outcome(claimant, None, 10):  # noqa: PT012
         shown = state(run)[0]
         raise error
     assert shown is (RunState.RUNNING if found is RunState.RUNNING else RunState.STARTING)
@@ -246,10 +249,33 @@ def test_the_number_of_starts_without_a_new_checkpoint_is_limited(run: Run) -> N
 
 def test_a_final_error_recorded_by_a_worker_prevents_further_retries(run: Run) -> None:
     claimant = Claimant(run, "job", start(run, "job").driver)
-    assert not has_failed_for_good(claimant)
+    assert not has_failed_for_good(claimant, RecordLimit())
     record_error(run, 1, DamageError("lost"))
-    assert has_failed_for_good(claimant), "a retry of the job would not train"
-    assert not has_failed_for_good(Claimant(Run(run.storage, "another"), "job", ""))
+    assert has_failed_for_good(claimant, RecordLimit()), "a retry of the job would not train"
+    assert not has_failed_for_good(Claimant(Run(run.storage, "another"), "job", ""), RecordLimit())
+
+
+def test_the_last_records_share_a_time_limit_if_storage_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = []
+
+    def give_up(limit_s: float, what: str, work: object) -> None:
+        limits.append(limit_s)
+        time.sleep(0.1)
+        raise StorageError(what)
+
+    monkeypatch.setattr(outcomes, "with_deadline", give_up)
+    monkeypatch.setattr(outcomes, "RECORD_S", 0.25)
+    monkeypatch.setattr(outcomes, "LEAST_RECORD_S", 0.1)
+    limit = RecordLimit()
+    for _ in range(4):
+        with pytest.raises(StorageError):
+            limit.run("writing the status", lambda: None)
+    monkeypatch.setattr(outcomes, "with_deadline", lambda limit_s, what, work: limits.append(limit_s))
+    limit.run("writing the status", lambda: None)
+    limit.run("writing the report", lambda: None)
+    assert limits[0] == limits[-1] == 0.25
+    assert limits[1] <= 0.15
+    assert limits[2:5] == [0.1, 0.1, 0.1]
 
 
 def test_the_first_interrupt_saves_the_run_and_the_second_exits_immediately(

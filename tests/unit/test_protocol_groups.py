@@ -289,6 +289,7 @@ class Forgetful(Groups):
     most_deletions = 0
 
 
+@pytest.mark.timeout(1800)  # its thousand thorough examples take six minutes on a quiet machine
 def test_no_interleaving_of_groups_breaks_the_protocol() -> None:
     explore(Groups, examples(6, 1000))
 

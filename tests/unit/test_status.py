@@ -17,7 +17,7 @@ from sunspot.errors import StorageError, SupersededError, TrackingError
 from sunspot.predict.for_report import save_predictions
 from sunspot.run import Claimant, Run, open_run
 from sunspot.run.attempts import fatal_error, read_attempts, refuse_if_superseded
-from sunspot.run.outcome import DriverStatusWriter
+from sunspot.run.outcome import DriverStatusWriter, RecordLimit
 from sunspot.run.overview import RunSummary, list_runs, state_from_storage
 from sunspot.run.predictions import Predictions, read_shown
 from sunspot.run.seen import look as look_at
@@ -293,7 +293,7 @@ def test_a_late_report_does_not_replace_the_report_of_the_new_owner(run: Run, mo
     ended = replace(OLD, state=RunState.FAILED, reason="the old one")
     write_status(run, ended)
     page = run.key("report.html")
-    with report_result(run, OLD.driver):
+    with report_result(run, OLD.driver, RecordLimit()):
         pass
     assert b"the old one" in run.storage.read(page)
 
@@ -302,7 +302,7 @@ def test_a_late_report_does_not_replace_the_report_of_the_new_owner(run: Run, mo
         run.storage.write(page, b"page of the new one")
 
     def report_late() -> None:
-        with report_result(run, OLD.driver):
+        with report_result(run, OLD.driver, RecordLimit()):
             pass
 
     freeze_in_write(monkeypatch, run, report_late, take_over)

@@ -10,6 +10,7 @@ import pytest
 from sunspot.errors import ConflictError, StorageError, SunspotError, SupersededError
 from sunspot.run import Run
 from sunspot.run.checkpoints import delete_checkpoint
+from sunspot.run.outcome import RecordLimit
 from sunspot.run.status import RunState, Status, read_status, write_status_as_is
 from sunspot.train.driver import report_result
 from tests.harness.runs import begin, commit, start
@@ -22,10 +23,10 @@ def output_of_end(run: Run, capsys: pytest.CaptureFixture[str], error: BaseExcep
     """Return what a driver prints when it ends, because of `error` if given. The same error is raised."""
     capsys.readouterr()
     if error is None:
-        with report_result(run, "00000000"):
+        with report_result(run, "00000000", RecordLimit()):
             pass
     else:
-        with pytest.raises(type(error)) as raised, report_result(run, "00000000"):
+        with pytest.raises(type(error)) as raised, report_result(run, "00000000", RecordLimit()):
             raise error
         assert raised.value is error
     return capsys.readouterr().out

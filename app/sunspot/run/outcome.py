@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from sunspot.background import Background
 from sunspot.errors import ConflictError, StorageError, SunspotError, SupersededError, shorten
@@ -46,13 +46,44 @@ from sunspot.storage.limits import with_deadline
 RECORD_S = 60.0
 """Seconds to wait for storage to accept a driver's status. After that, the driver continues anyway."""
 
+LEAST_RECORD_S = 5.0
+"""Minimum number of seconds to wait for a record, even if storage has not answered before."""
+
 DRIVER_CHECK_EVERY_S = 5.0
 """Seconds between a driver's checks for the workers' status and the stop marker."""
 
 
+Result = TypeVar("Result")
+
+
+class RecordLimit:
+    """The time limit for each of a driver's records.
+
+    If storage stops answering, the next records share RECORD_S seconds, so that the driver ends soon.
+    """
+
+    def __init__(self) -> None:
+        self._left_s = RECORD_S
+
+    def run(self, what: str, work: Callable[[], Result]) -> Result:
+        """Return the result of `work`, which is described by `what`. Raises `StorageError` if the limit passes."""
+        began = time.monotonic()
+        try:
+            result = with_deadline(self._left_s, what, work)
+        except StorageError:
+            self._left_s = max(LEAST_RECORD_S, self._left_s - (time.monotonic() - began))
+            raise
+        self._left_s = RECORD_S
+        return result
+
+
 @contextmanager
 def recorded_outcome(
-    claimant: Claimant, newest: Checkpoint | None, max_starts: int, stop_request: StopRequest | None = None
+    claimant: Claimant,
+    newest: Checkpoint | None,
+    max_starts: int,
+    stop_request: StopRequest | None = None,
+    limit: RecordLimit | None = None,
 ) -> Iterator[DriverStatusWriter]:
     """Context manager that writes the run's status when the driver begins and when it ends.
 
@@ -61,12 +92,13 @@ def recorded_outcome(
     operator could restart a driver forever, for example because its head is lost each time.
     """
     run = claimant.run
-    known, before, status = with_deadline(RECORD_S, "writing the status", _begin, claimant, newest)
+    limit = limit or RecordLimit()
+    known, before, status = limit.run("writing the status", lambda: _begin(claimant, newest, limit))
     begun = status.begun
 
     def fail(state: RunState, reason: str, error: BaseException) -> bool:
         with suppress(StorageError):
-            if with_deadline(RECORD_S, "reading the status", _changed_nothing, run, begun, before, known, error):
+            if limit.run("reading the status", lambda: _changed_nothing(run, begun, before, known, error)):
                 status.withdraw()
                 return False
         return status.end(state, reason)
@@ -94,7 +126,7 @@ def recorded_outcome(
         if fail(RunState.FAILED, shorten(error), error):
             failure = describe_failure(error, 0, None, begun.step)
             with suppress(StorageError):
-                with_deadline(RECORD_S, "writing how the run failed", record_failure, run, failure)
+                limit.run("writing how the run failed", lambda: record_failure(run, failure))
         raise
     status.end_as_expected()
 
@@ -106,7 +138,9 @@ def _note_handover(claimant: Claimant, stop_request: StopRequest) -> None:
         stop_request.note_move(handover.new)
 
 
-def _begin(claimant: Claimant, newest: Checkpoint | None) -> tuple[int, Status | None, DriverStatusWriter]:
+def _begin(
+    claimant: Claimant, newest: Checkpoint | None, limit: RecordLimit
+) -> tuple[int, Status | None, DriverStatusWriter]:
     """Return the newest attempt's number, the previous status, and the writer of this driver's status."""
     run, owner = claimant.run, claimant.owner
     known = newest_number(run)
@@ -132,7 +166,7 @@ def _begin(claimant: Claimant, newest: Checkpoint | None) -> tuple[int, Status |
         saved=before is not None and before.saved and before.attempt == known,
         nan_since=0,
     )
-    return known, before, DriverStatusWriter(run, begun)
+    return known, before, DriverStatusWriter(run, begun, limit)
 
 
 def _changed_nothing(run: Run, begun: Status, before: Status | None, known: int, error: BaseException) -> bool:
@@ -157,9 +191,10 @@ def _changed_nothing(run: Run, begun: Status, before: Status | None, known: int,
 class DriverStatusWriter:
     """Writes the driver's status objects until another process owns the run."""
 
-    def __init__(self, run: Run, begun: Status) -> None:
+    def __init__(self, run: Run, begun: Status, limit: RecordLimit | None = None) -> None:
         self._run = run
         self.begun = begun
+        self._limit = limit or RecordLimit()
         self._last = begun
         self._version = ""
         self._changed = time.monotonic()
@@ -250,7 +285,7 @@ class DriverStatusWriter:
             with self._writing:
                 withdraw_status(self._run, self.begun.driver)
 
-        with_deadline(RECORD_S, "withdrawing the status", delete)
+        self._limit.run("withdrawing the status", delete)
 
     def end(self, state: RunState, reason: str, **fields: Any) -> bool:
         """Write the final status, unless another process owns the run. Return True if it was written."""
@@ -270,7 +305,7 @@ class DriverStatusWriter:
         return False
 
     def _write_in_time(self, kind: StatusKind, **fields: Any) -> bool:
-        """Write the status like `replace`. Raises `StorageError` if this fails or takes longer than RECORD_S."""
+        """Write the status like `replace`. Raises `StorageError` if this fails or takes too long (`RecordLimit`)."""
 
         def write() -> bool:
             with self._writing:
@@ -281,7 +316,7 @@ class DriverStatusWriter:
                     write_status(self._run, self._last, kind)
             return entry is not None
 
-        return with_deadline(RECORD_S, "writing the status", write)
+        return self._limit.run("writing the status", write)
 
     def _load(self, entry: Entry) -> None:
         """Read a status object, unless this driver wrote it. The driver remembers what it has written."""

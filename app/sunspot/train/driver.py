@@ -19,7 +19,7 @@ from sunspot.run.checkpoints import Checkpoint, SkippedCheckpoint, Unusable, fin
 from sunspot.run.handover import MOVE, read_handover
 from sunspot.run.identity import Rows, record_identity
 from sunspot.run.logs import shipped_driver_output
-from sunspot.run.outcome import RECORD_S, DriverStatusWriter, recorded_outcome
+from sunspot.run.outcome import RECORD_S, DriverStatusWriter, RecordLimit, recorded_outcome
 from sunspot.run.owner import Owner, new_owner
 from sunspot.run.requests import (
     SPENT_BUDGET,
@@ -80,7 +80,8 @@ def train_run(
     if settings.job.moves_from:
         old = Owner.parse(settings.job.moves_from).describe()
         print(f"moving from {old}, which keeps training until the workers here are ready to take over", flush=True)
-    with shipped_driver_output(run), tracked(run, settings, driver), report_result(run, driver):
+    limit = RecordLimit()
+    with shipped_driver_output(run), tracked(run, settings, driver), report_result(run, driver, limit):
         owner, origin = with_deadline(limit_s, "reading the newest checkpoint", find_origin)
         claimant = Claimant(run, owner, driver)
         print(f"run {run.name} in {run.location}")
@@ -88,7 +89,7 @@ def train_run(
             log.warning(f"skipped {each}")
         with (
             within_budget(run, settings),
-            recorded_outcome(claimant, origin.checkpoint, settings.max_driver_starts, stop_request) as outcome,
+            recorded_outcome(claimant, origin.checkpoint, settings.max_driver_starts, stop_request, limit) as outcome,
         ):
             try:
                 if may_train(claimant, stop_request, limit_s, settings.job.job_id):
@@ -98,7 +99,7 @@ def train_run(
                     state, reason = RunState.STOPPED, _stop_reason(claimant, stop_request)
                 outcome.expect(state, reason)
             except SunspotError as error:
-                error.final = error.final or has_failed_for_good(claimant)
+                error.final = error.final or has_failed_for_good(claimant, limit)
                 raise
     return state
 
@@ -147,10 +148,10 @@ def _stop_reason(claimant: Claimant, stop_request: StopRequest) -> str:
     return f"stopped by {by}" if by.startswith((SPENT_BUDGET, MOVE)) else ""
 
 
-def has_failed_for_good(claimant: Claimant) -> bool:
+def has_failed_for_good(claimant: Claimant, limit: RecordLimit) -> bool:
     """Return True if storage contains an error that permanently ended this job. A retry of the job would not train."""
     with suppress(StorageError, DamageError):
-        return with_deadline(RECORD_S, "reading the run", fatal_error, claimant) is not None
+        return limit.run("reading the run", lambda: fatal_error(claimant)) is not None
     return False
 
 
@@ -261,12 +262,12 @@ def identify_rows(plan: Plan) -> Rows:
     )
 
 
-def report_result(run: Run, driver: str) -> AbstractContextManager[None]:
+def report_result(run: Run, driver: str, limit: RecordLimit) -> AbstractContextManager[None]:
     """Context manager that prints the run's result and writes its report on exit (see `on_exit`)."""
 
     def report(_: Exception | None) -> None:
         try:
-            with_deadline(RECORD_S, "writing the report", lambda: _write_report(run, driver))
+            limit.run("writing the report", lambda: _write_report(run, driver))
         except Exception as trouble:  # the outcome of the run does not depend on its report
             log.warning(f"the report could not be written: {shorten(trouble)}")
 
