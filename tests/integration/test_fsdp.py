@@ -21,7 +21,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import safetensors.torch
 import torch
@@ -77,6 +76,7 @@ from tests.harness.training import (
     wait_for_receipts,
     wait_for_step,
     weights,
+    worker_processes,
 )
 from tests.harness.waiting import wait_until
 
@@ -668,10 +668,15 @@ def test_a_lost_node_costs_only_the_steps_since_the_last_copies_in_memory(
             return any(step > 20 and count == 4 for step, count in copies.items())
 
         wait_until(kept, process)
-        children = psutil.Process(going.pid).children(recursive=True)
-        [worker] = [child for child in children if child.name().startswith("ray::RayTrain")]
-        [lock] = [file.path for file in worker.open_files() if file.path.endswith("/lock") and "sunspot" in file.path]
+        locks = {
+            worker: file.path
+            for worker in worker_processes()
+            for file in worker.open_files()
+            if file.path.endswith("/lock") and "sunspot" in file.path
+        }
         going.lose()
+        wait_until(lambda: not all(worker.is_running() for worker in locks), process)
+        [lock] = [lock for worker, lock in locks.items() if not worker.is_running()]
         shutil.rmtree(Path(lock).parent)  # both nodes of this test share one memory
         lost = wait_for_receipts(run, 2, process)[-1]
         output = process.communicate(timeout=240)[0]
