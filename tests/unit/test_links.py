@@ -69,7 +69,9 @@ def test_a_link_to_a_folder_outside_the_storage_path_is_rejected(
 ) -> None:
     (private / "below").mkdir()
     (storage.root / "run/folder").symlink_to(private)
-    with pytest.raises(OutsideStorageError, match=rf"a link to {private}.*outside the storage path {storage.root}"):
+    with pytest.raises(
+        OutsideStorageError, match=rf"a symbolic link to {private}.*outside the storage path {storage.root}"
+    ):
         act(storage)
     assert sorted(path.name for path in private.rglob("*")) == ["below", "key"]
     assert (private / "key").read_bytes() == SECRET
