@@ -223,7 +223,7 @@ def test_a_run_within_its_budget_is_not_stopped(train: Train) -> None:
             assert not stop_requested(run)
 
 
-def test_a_spent_budget_does_not_replace_a_stop_request_by_a_user(train: Train) -> None:
+def test_a_spent_budget_does_not_override_a_users_stop_request(train: Train) -> None:
     run = train()
     request_stop(run, "me@here")
     with within_budget(run, load_settings({"SUNSPOT_BUDGET": "1", **PRICES})):

@@ -447,7 +447,7 @@ def test_a_run_that_is_not_training_is_moved_by_submitting_it_in_the_new_place(
 
 
 @pytest.mark.usefixtures("trains_in_east")
-def test_a_search_does_not_move(clusters: dict[str, FakeCluster], sunspot: Command, profile: str) -> None:
+def test_moving_a_search_is_rejected(clusters: dict[str, FakeCluster], sunspot: Command, profile: str) -> None:
     assert move(sunspot, profile, "--set", "LEARNING_RATE=loguniform(1e-3,1e-2)") == 2
 
     assert "run is a search, whose trials cannot be moved together; stop it, and submit it" in sunspot.err

@@ -171,7 +171,7 @@ def test_a_search_with_elastic_workers_is_rejected() -> None:
         (
             "sunspot.train",
             {"SUNSPOT_LEARNING_RATE": "loguniform(1e-4,1e-2)"},
-            "SUNSPOT_LEARNING_RATE=loguniform(1e-4,1e-2): a run takes one value; use `sunspot tune` to train",
+            "SUNSPOT_LEARNING_RATE=loguniform(1e-4,1e-2): a run needs a single value for each setting; use",
         ),
         (
             "sunspot.tune",

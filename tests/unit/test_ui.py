@@ -229,7 +229,7 @@ def test_a_copied_checkpoint_is_neither_read_nor_shown_as_verified(tmp_path: Pat
     assert not read
 
 
-def test_many_ended_runs_cost_few_requests(tmp_path: Path) -> None:
+def test_refreshing_many_ended_runs_takes_few_requests(tmp_path: Path) -> None:
     storage = Counting(str(tmp_path))
     for number in range(200):
         ended(storage, f"run-{number:03d}")

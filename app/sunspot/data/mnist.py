@@ -117,7 +117,7 @@ def _download(data_root: str) -> None:
     aside = Path(data_root) / ".mnist-download"
     try:
         os.makedirs(data_root, exist_ok=True)
-        log.warning("downloading MNIST into %s, or waiting up to %d s for another process to do so", data_root, WAIT_S)
+        log.warning("downloading MNIST into %s; if another process is doing so, waiting up to %d s", data_root, WAIT_S)
         with FileLock(os.path.join(data_root, ".mnist.lock"), timeout=WAIT_S):
             missing = _find_missing(data_root)
             if not missing:

@@ -1,6 +1,6 @@
 """Loads all rows of a dataset into memory that the workers of a node share. Each worker reads a part of the rows.
 
-A worker that is added to a node later maps the memory that the other workers have filled, and reads no rows.
+If a worker is added to a node later, it maps the memory that the other workers have filled, and reads no rows.
 
 If memory cannot be shared, for example in a sandbox that hides /proc, each worker loads all rows.
 """

@@ -161,7 +161,7 @@ class MemberConnection:
         self.send(_frame(_prove(key, b"driver", nonces)))
 
     def flush(self) -> None:
-        """Send bytes that are waiting to be sent, as far as the socket accepts them."""
+        """Send as many of the waiting bytes as the socket accepts."""
         try:
             while self._unsent:
                 rest = self._unsent.popleft()

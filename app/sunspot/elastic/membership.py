@@ -348,12 +348,12 @@ class Membership:
         return [(member.uid, self.generation) for member in (*chosen, *left_out)]
 
     def _choose(self, candidates: Set[str]) -> tuple[Member, ...]:
-        """Choose the next members, in whole replicas. Members of the newest generation come first, in their order.
+        """Choose the next members, in whole replicas. Members of the newest generation come first, in rank order.
 
-        A candidate on a draining node is excluded if a member on a staying node has a state at least as new. A newcomer
-        on a draining node is also excluded if it has no state and any candidate is on a staying node. If a newcomer on
-        a staying node has a state from an earlier group, this state is ignored, because the members may have trained
-        since then.
+        Candidates beyond the limit are excluded. A candidate on a draining node is excluded if members on nodes that
+        are not draining hold all shards of a state that is at least as new. A newcomer without a state on a draining
+        node is also excluded if the candidates on nodes that are not draining form a replica. States that newcomers on
+        these nodes have from earlier groups are ignored, because the members may have trained since then.
         """
         order = {member.lasting_name: rank for rank, member in enumerate(self.generation.members)}
         living = [member for uid, member in self._members.items() if uid in candidates]
@@ -382,11 +382,10 @@ class Membership:
     def _over_limit(self, candidates: list[Member]) -> list[Member]:
         """Return the candidates beyond the limit.
 
-        Newcomers are dropped first. Members of the newest generation are dropped only if they alone exceed the limit.
-
-        All members that leave at one change are on the same node, because the node that holds a shard and the node that
-        holds its copy must not leave at the same change. If a member was lost, or if the members that would stay lack
-        the newest state, no member leaves at this change.
+        Newcomers are dropped first. Members of the newest generation are dropped only if they alone exceed the limit,
+        and only from one node at a time. Otherwise, the node that holds a shard and the node that holds its copy could
+        leave together. No member is dropped if another member of the newest generation was lost, or if the remaining
+        members would lack the newest state.
         """
         members = [member for member in candidates if self._is_member(member.uid)]
         newcomers = [member for member in candidates if not self._is_member(member.uid)]

@@ -152,7 +152,7 @@ class FailureCounts:
 
 @dataclass(frozen=True)
 class GroupEnd:
-    """Known facts about the end of the newest worker group."""
+    """Information about how the newest worker group ended."""
 
     errors: list[RankError] = field(default_factory=list)
     "Errors that ranks have reported."

@@ -1,4 +1,4 @@
-"""Sends rank 0's decisions after a step to all workers, and ends evaluations on all workers together."""
+"""Broadcasts rank 0's decisions during training, and makes all workers end an evaluation together."""
 
 from __future__ import annotations
 

@@ -322,7 +322,7 @@ def _fault_in_listing(checkpoint: Checkpoint, file: str, listed: Mapping[str, En
 def compare_bytes(
     run: Run, checkpoint: Checkpoint, file: str, copy: Callable[[bytes | bytearray], Any] | None = None
 ) -> list[str]:
-    """Compare a file with the manifest, and return its faults.
+    """Compare a file with the manifest. Return a list with the problem found, or an empty list if the file is intact.
 
     If `copy` is given, it is called with each chunk of the file's bytes.
     """

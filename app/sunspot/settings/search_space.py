@@ -75,7 +75,7 @@ DIGITS = 4
 
 @dataclass(frozen=True)
 class Dimension:
-    """One expression of a search space."""
+    """A setting or task argument that a search varies, and the expression that describes its values."""
 
     name: str
     "Setting's name without its prefix, or the path of a task's argument, such as `TASK_ARGS.width`."

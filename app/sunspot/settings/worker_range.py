@@ -29,7 +29,7 @@ class WorkerRange(NamedTuple):
         return f"{self.least}..{self.most}" if self.elastic else str(self.least)
 
     def in_multiples_of(self, number: int) -> "WorkerRange":
-        """Return the nearest range of multiples of `number`, which lies within this range if possible."""
+        """Return the nearest range whose bounds are multiples of `number`, within this range if possible."""
         most = max(number, self.most - self.most % number)
         least = min(most, self.least + -self.least % number)
         return WorkerRange(least, most, number)

@@ -175,7 +175,7 @@ def find_tokens(batch: Batch) -> torch.Tensor:
 def predict(model: FineTuned, batch: Batch) -> torch.Tensor:
     """Return the class scores of each text, float [B, classes]. Raises `SettingsError` if `head` is "text"."""
     if model.arguments.head != "classes":
-        raise SettingsError("a language model makes no predictions for rows; pass a text with --prompt")
+        raise SettingsError("a language model cannot classify rows; use --prompt to pass it some text")
     return model(batch["tokens"].long(), attention_mask=find_tokens(batch).long())
 
 

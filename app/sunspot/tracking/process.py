@@ -123,7 +123,7 @@ def _wait_for_end(process: subprocess.Popen[str]) -> None:
 
 
 def command(run: Run, settings: Settings) -> str:
-    """Return the command that delivers a run's remaining records, for messages."""
+    """Return the command that delivers a run's remaining records, in backquotes for use in messages."""
     return f"`python -m sunspot.tracking {run.name} --storage {shlex.quote(settings.storage_path)}`"
 
 

@@ -24,7 +24,9 @@ def main(words: Sequence[str] | None = None) -> int:
     space = find_dimensions(os.environ)
     if space:
         given = ", ".join(f"{PREFIX}{dimension.name}={dimension.text}" for dimension in space)
-        raise SettingsError(f"{given}: a run takes one value; use `sunspot tune` to train a run for each value")
+        raise SettingsError(
+            f"{given}: a run needs a single value for each setting; use `sunspot tune` to try several values"
+        )
     settings = load_settings()
     print_logs()
     refuse_unusable(settings)

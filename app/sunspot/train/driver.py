@@ -227,10 +227,10 @@ def train(
 
 
 def continues_after_move(claimant: Claimant, stop_request: StopRequest) -> bool:
-    """Return True if the workers stopped because of a move, and the move was cancelled while they saved.
+    """Return True if the workers stopped for a move that was cancelled while they were saving.
 
-    The driver must then resume training, because no other driver trains the run. If the new workers have claimed the
-    run nevertheless, this driver's next claim is refused.
+    The driver must then resume training, because no other driver trains the run. If the driver in the new place has
+    claimed the run anyway, this driver's next claim is refused.
     """
     if not stop_request.moves_to or stop_request.signal:
         return False

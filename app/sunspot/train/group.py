@@ -150,8 +150,9 @@ def open_context(
     if restarts and given.multiple > 1:
         if lag_s:
             raise SunspotError(
-                "Ray's autoscaling coordinator on this cluster may start a number of workers that does not form whole "
-                "replicas of the model; set SUNSPOT_NUM_WORKERS to a single number, or SUNSPOT_PARALLEL to ddp or fsdp"
+                "Ray's autoscaling coordinator on this cluster may start a number of workers that is not a multiple of "
+                f"{given.multiple}, the number of workers in a replica of the model; set SUNSPOT_NUM_WORKERS to a "
+                "single number, or SUNSPOT_PARALLEL to ddp or fsdp"
             )
         offer_whole_replicas(resources.per_worker, given.multiple)
     wanted: WantedWorkers | None = None

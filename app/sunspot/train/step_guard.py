@@ -87,9 +87,9 @@ class StepGuard:
             self._undo.accept()
 
     def confirm(self) -> None:
-        """Count the newest step, unless it has already been counted. Raises `RegroupError` if its sums were aborted.
+        """Count the newest step, unless it has already been counted.
 
-        If the step is in doubt, this waits until the GPU has taken it.
+        If the step is in doubt, wait until the GPU has finished it. Raises `RegroupError` if the GPU has cancelled it.
         """
         if not self._count:
             return

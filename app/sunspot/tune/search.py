@@ -48,7 +48,7 @@ def main() -> int:
     if not search.dimensions:
         raise SettingsError(
             "there is nothing to search: no setting is an expression, such as "
-            "SUNSPOT_LEARNING_RATE=loguniform(1e-4,1e-2); `sunspot train` trains one run"
+            "SUNSPOT_LEARNING_RATE=loguniform(1e-4,1e-2); use `sunspot train` for a single run"
         )
     refuse_unusable(search.settings)
 

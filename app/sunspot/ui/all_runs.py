@@ -1,7 +1,8 @@
-"""Reads all runs' states with few requests, and the curves, incidents and costs of the runs on the page.
+"""Reads the states of all runs with few requests. For the runs on the page, also reads curves, incidents and costs.
 
 A refresh lists the runs' names, a thousand per request. It then reads every live run with three to five small
-requests. Each refresh also reads a few of the runs that have ended. They change only if they are submitted again.
+requests. Each refresh reads only a few of the runs that have ended, because such a run changes only if it is submitted
+again.
 """
 
 import time
@@ -191,7 +192,10 @@ def _is_drawn(value: Any) -> bool:
 
 
 def _choose_places(segments: Sequence[Segment]) -> list[tuple[Entry, int]]:
-    """Choose evenly spaced windows and the last window. Return the object and the offset of each window."""
+    """Choose evenly spaced windows of a run's history, including the last window.
+
+    Return the object that contains each window, and the window's offset in this object.
+    """
     total = sum(segment.entry.size for segment in segments)
     wanted = [total * number // PLACES for number in range(PLACES)] + [total - 1]
     chosen: dict[tuple[Entry, int], None] = {}
