@@ -28,22 +28,29 @@ One step, from its rows to the beginning of the next step
                                    since the previous step ended, StepUndo renews its copies
  3. run.TrainingRun.parts          splits the rows into parts that fit in memory (MICRO_BATCH_SIZE)
  4. loop.take_step                 runs the forward and backward pass of each part
- 5. parallel.data_parallel         averages the gradients over all workers (ddp), mostly during the last backward pass
- 6. worker.Worker.wait_before_change  is called by a hook of the optimizer. It waits until the previous state is copied
-                                   and, in survivor mode, until the gradients are complete. Under hsdp, they must be
-                                   complete on all workers (`parallel.step_barrier`). Under ddp on a GPU, a fused
-                                   optimizer does not wait, because the GPU cancels its step if a sum was aborted
-                                   (`parallel.sum_guard`).
-                                   StepUndo copies an optimizer's parameters and state if another optimizer steps later
+ 5. parallel.data_parallel         averages the gradients over all workers (ddp), mostly during the last backward pass.
+                                   `run.clip` averages the rest, even if CLIP_NORM is 0, and clips the gradients. The
+                                   statistics of batch norms differ between workers until `save` or an evaluation
+                                   copies those of rank 0 to all workers
+ 6. worker.Worker.wait_before_change  is called by a hook of the optimizer. It waits until the previous state is copied,
+                                   until the exchange of row IDs is complete, and, in survivor mode, until the
+                                   gradients are complete. Under hsdp, they must be complete on all workers
+                                   (`parallel.step_barrier`). Under ddp on a GPU, a fused optimizer does not wait,
+                                   because the GPU cancels its step if a sum was aborted (`parallel.sum_guard`). On a
+                                   CPU, the gradients are complete by then. StepUndo copies an optimizer's parameters
+                                   and state if another optimizer steps later
  7. optimizer.step                 changes the parameters
  8. worker.Worker.finish_step      counts the step, or counts it one step later if the GPU could still cancel it. In
                                    survivor mode, StepUndo copies the buffers and the frozen parameters that change, so
                                    that the next step can be undone. `finish_step` gets from `parallel.decisions` what
                                    rank 0 decided after this step or the previous one: to save, copy, report, stop,
-                                   restart or form a new group. It also saves after each epoch and every
-                                   CHECKPOINT_EVERY_STEPS steps, and evaluates after an epoch
- 9. checkpoint.CheckpointManager.save  is called in item 8. It starts copying the state if a copy or a checkpoint
-                                   is due
+                                   restart or form a new group. After an epoch, it copies the state to memory and
+                                   evaluates. It then reports, and saves if this was decided, after each epoch, and
+                                   every CHECKPOINT_EVERY_STEPS steps. It raises DivergedError if the loss or weights
+                                   stay infinite or NaN
+ 9. checkpoint.CheckpointManager.save  is called in item 8, by all workers together. It copies rank 0's buffers to all
+                                   workers, and starts copying the state if a copy or a checkpoint is due, or before an
+                                   evaluation
 
 If a worker is lost in items 2 to 9, a collective raises an error on the other workers, or `Worker` raises RegroupError.
 On GPUs, NCCL's collectives raise no error, so `step_guard.StepGuard` raises RegroupError if their sums were aborted.
