@@ -60,6 +60,13 @@ def test_a_different_row_order_is_rejected_unless_the_user_accepts_it(
         start(run)
 
 
+def test_a_run_continues_with_a_version_that_has_another_identity_setting(run: Run) -> None:
+    record_identity(run, load_settings().environment(), ["dataset"], ROWS)
+    start(run)
+    with pytest.raises(ConflictError, match="SUNSPOT_SEED: 0 -> 1"):
+        start(run, SEED="1")
+
+
 def test_the_recorded_identity_of_a_search_contains_no_rows(run: Run) -> None:
     for _ in range(2):
         record_identity(run, load_settings().environment(), NAMES)

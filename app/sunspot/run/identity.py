@@ -100,16 +100,20 @@ def _keep_rows(run: Run, identity: Identity, rows: Rows, environment: Mapping[st
 def refuse_other_settings(run: Run, environment: Mapping[str, str], names: Iterable[str]) -> None:
     """Raise `ConflictError` if a setting has different values in `environment` and in the run's identity.
 
-    The compared settings are those in the identity and those listed in `names`. Does nothing if the run has not begun.
+    The compared settings are those in the identity and those listed in `names`. If the identity lacks a setting, the
+    run began with a version without this setting, so the setting counts as having its default value. Does nothing if
+    the run has not begun.
     """
-    from sunspot.settings import differences
+    from sunspot.settings import Settings, differences
 
     identity = read_if_exists(lambda: read_identity(run))
     if identity is None:
         return
     kept = dict.fromkeys([*identity.settings, *_variables(names)])
     given = {name: environment[name] for name in kept if name in environment}
-    refuse_changes(run, differences(identity.settings, given))
+    defaults = Settings().environment()
+    begun = {name: defaults[name] for name in kept if name in defaults} | identity.settings
+    refuse_changes(run, differences(begun, given))
 
 
 def refuse_changes(run: Run, changed: list[str]) -> None:
