@@ -113,8 +113,9 @@ class NodeMonitor:
 
         `nodes` is `ray.nodes()`, and `draining` is `draining_nodes()`. `now` is the current `time.monotonic()`.
         """
-        self._no_room_since = math.inf if find_room(nodes, self.per_worker) else min(now, self._no_room_since)
-        room = find_room([node for node in nodes if node["NodeID"] not in draining], self.per_worker)
+        live = find_room(nodes, self.per_worker)
+        self._no_room_since = math.inf if live else min(now, self._no_room_since)
+        room = {node: workers for node, workers in live.items() if node not in draining}
         if room != self._room:
             self._room = room
             self._since = now
