@@ -90,10 +90,9 @@ def serve(name: str, modules: list[str]) -> None:
         if os.fork() == 0:
             listener.close()
             script = become_worker(connection)
-            given = [
-                folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder not in plain_path
-            ]
-            sys.path[:] = [os.path.dirname(script), *filter(None, given), *plain_path]
+            folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+            given = [folder for folder in folders if folder and folder not in plain_path]
+            sys.path[:] = [os.path.dirname(script), *given, *plain_path]
             runpy.run_path(script, run_name="__main__")
             return
         connection.close()

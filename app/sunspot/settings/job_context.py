@@ -24,7 +24,7 @@ class NodeGroup(BaseModel):
     "Maximum number of training workers on the group's nodes."
     after_s: float = Field(ge=0)
     """Seconds for which the earlier groups must lack nodes before this group is used. Once the earlier groups have had
-    enough nodes for as long, this group is no longer used."""
+    enough nodes for as long, this group is no longer used. Repeated losses prolong this wait (elastic.groups)."""
 
 
 HEAD = "head"

@@ -244,7 +244,7 @@ class WorkerGroup(Worker):
     "Maximum number of pods in the group. Defaults to the number that NUM_WORKERS can need."
     after_s: Annotated[int, Field(ge=0)] = _takes("an integer >= 0", 300)
     """Seconds for which the earlier groups must lack nodes before this group starts. Once the earlier groups have had
-    enough nodes for the same number of seconds, this group stops."""
+    enough nodes for at least the same number of seconds, this group stops."""
 
 
 class DataWorkers(Machine):
